@@ -200,7 +200,7 @@ def _pieces(text: str, where: str, counts: list[int]) -> Iterator[str]:
 
 def _escape(text: str, piece: str, where: str, letters: frozenset[str]) -> str:
     second = piece[1:2]
-    if second.isdigit():
+    if second.isascii() and second.isdecimal():
         what = (
             "an octal number" if second == "0" or letters is _CLASS_ESCAPES else "a backreference"
         )

@@ -31,7 +31,8 @@ PROBES = ("/live", "/health", "/ready", "/ping", "/metrics", "/is_sleeping", "/l
 """Paths that clients poll every few seconds; the access log omits them."""
 
 MAX_BLOCKED_S = 0.05
-"""Time in seconds without room in stderr after which a line is dropped."""
+"""Time in seconds that a line may take until stderr has room for all of it. Then its rest is
+dropped."""
 
 _UNSAFE = re.compile(
     "[\x00-\x1f\x7f-\x9f\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
@@ -112,14 +113,17 @@ def _indented(text: str) -> list[str]:
 class RoleHandler(logging.StreamHandler):  # type: ignore[type-arg]  # generic in stubs only
     """The handler on the root logger. A second setup finds the handler by its type.
 
-    When stderr takes no bytes for MAX_BLOCKED_S, lines are lost until stderr takes bytes again: a
-    reader that stops, such as a log collector or a paused terminal, must not block the server.
+    When stderr does not take a line within MAX_BLOCKED_S, lines are lost until stderr takes bytes
+    again: a reader that stops, such as a log collector or a paused terminal, must not block the
+    server.
     """
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__(stream)
         self._num_lost = 0
         """Lines lost since the last line that was written."""
+        self._is_cut = False
+        """Whether the last bytes that were written are not the end of a line."""
         try:
             self._descriptor = stream.fileno()
         except (OSError, ValueError):
@@ -144,13 +148,15 @@ class RoleHandler(logging.StreamHandler):  # type: ignore[type-arg]  # generic i
             self.handleError(record)
 
     def _write(self, data: bytes) -> bool:
-        """Write `data`; returns False if stderr does not take it in time."""
-        left_s = 0.0 if self._num_lost else MAX_BLOCKED_S
+        """Write `data` on a new line; returns False if stderr does not take it in time."""
+        end_s = time.monotonic() + (0.0 if self._num_lost else MAX_BLOCKED_S)
+        data = b"\n" * self._is_cut + data
         while data:
             # A pipe that is ready takes at least PIPE_BUF bytes without blocking.
-            if not self._room.poll(left_s * 1e3):
+            if not self._room.poll(max(0.0, end_s - time.monotonic()) * 1e3):
                 return False
             data = data[os.write(self._descriptor, data[: select.PIPE_BUF]) :]
+            self._is_cut = bool(data)
         return True
 
     def filter(self, record: logging.LogRecord) -> bool:

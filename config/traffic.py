@@ -4,10 +4,12 @@ log."""
 import math
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
-from config.errors import ConfigError
+from config.errors import ConfigError, value_text
 from config.json_text import parse_json
+from config.setting import MAX_DIGITS
 from config.whole_files import read_limited
 
 MAX_TOKENS = 10_000_000
@@ -33,7 +35,9 @@ class Lengths:
         for name, minimum in (("prompt_tokens", 1), ("output_tokens", 0), ("cached_tokens", 0)):
             value = getattr(self, name)
             if not minimum <= value <= MAX_TOKENS:
-                raise ConfigError(f"{name} is {value}, it must be {minimum} to {MAX_TOKENS}")
+                raise ConfigError(
+                    f"{name} is {value_text(value)}, it must be {minimum} to {MAX_TOKENS}"
+                )
         if self.cached_tokens >= self.prompt_tokens:
             raise ConfigError(
                 f"cached_tokens is {self.cached_tokens}, it must be below prompt_tokens, which is "
@@ -59,17 +63,29 @@ def parse_traffic(text: str, name: str = "traffic") -> list[Lengths]:
     if _BUCKET.search(text):
         found = _from_metrics(text, name)
     elif _LOG_LINE.search(text) and not text.lstrip().startswith("{"):
-        # Requests that ended before their prompt was tokenized have 0 prompt tokens.
-        found = [
-            Lengths(int(prompt), int(output))
-            for prompt, output in _LOG_LINE.findall(text)
-            if int(prompt)
-        ]
+        found = list(_from_log(text, name))
     else:
         found = list(_from_json_lines(text, name))
     if not found:
         raise ConfigError(f"{name} has 0 requests, it must have at least 1")
     return found
+
+
+def _from_log(text: str, name: str) -> Iterator[Lengths]:
+    for found in _LOG_LINE.finditer(text):
+        num_digits = max(map(len, found.groups()))
+        try:
+            if num_digits > MAX_DIGITS:
+                raise ConfigError(
+                    f"it has a number of {num_digits} digits, it must be at most {MAX_TOKENS}"
+                )
+            prompt, output = map(int, found.groups())
+            # Requests that ended before their prompt was tokenized have 0 prompt tokens.
+            if prompt:
+                yield Lengths(prompt, output)
+        except ConfigError as error:
+            number = text.count("\n", 0, found.start()) + 1
+            raise ConfigError(f"{name}, line {number}: {found[0][:80]!r}: {error}") from None
 
 
 def _from_json_lines(text: str, name: str) -> Iterator[Lengths]:
@@ -111,9 +127,10 @@ def _from_metrics(text: str, name: str) -> list[Lengths]:
 def _histogram(text: str, kind: str, name: str) -> dict[int, float]:
     """Tokens (middle of the bucket) -> number of requests, summed over labels."""
     below: dict[float, float] = {}
-    for found, end, value in _BUCKET.findall(text):
+    for found, le, value in _BUCKET.findall(text):
         if found == kind:
-            below[float(end)] = below.get(float(end), 0.0) + float(value)
+            end = _number(le, "le", kind, name)
+            below[end] = below.get(end, 0.0) + _number(value, "value", kind, name)
     counts: dict[int, float] = {}
     start = before = 0.0
     for end in sorted(below):
@@ -125,3 +142,15 @@ def _histogram(text: str, kind: str, name: str) -> dict[int, float]:
     if not counts:
         raise ConfigError(f"{name} counts 0 requests in vllm:request_{kind}_tokens")
     return counts
+
+
+def _number(word: str, what: str, kind: str, name: str) -> float:
+    """The number `word` of a bucket; only its end (le) may be infinite. Raises ConfigError."""
+    with suppress(ValueError):
+        number = float(word)
+        if math.isfinite(number) or (what == "le" and number > 0):
+            return number
+    raise ConfigError(
+        f"{name} has a bucket of vllm:request_{kind}_tokens whose {what} is {word[:80]!r}, it must "
+        "be a number"
+    )

@@ -1,5 +1,6 @@
-"""The engine process: scheduling, KV blocks, prefix cache and grammars over token ids.
+"""The engine: scheduling, KV blocks, prefix cache and grammars over token ids; its clients, its
+executors, and the reports of the command line.
 
-No text, no HTTP and no tensors. Request and StepStats are defined here because several folders use
+No HTTP and no tensors. Request and StepStats are defined here because several folders use
 them.
 """

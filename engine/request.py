@@ -50,8 +50,8 @@ class ModelLimits:
 
 
 class Request:
-    """A sequence or text. The counters are plain attributes, because the hot loops over all
-    requests read and write them.
+    """A sequence to generate, or a text to pool. The counters are plain attributes, because the
+    hot loops over all requests read and write them.
 
     `num_tokens` counts the request's tokens (prompt and accepted output). `num_computed_tokens`
     counts the tokens whose KV is written once every submitted plan has run; with a step in flight

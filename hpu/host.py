@@ -5,6 +5,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from config.setting import is_count
+
 ROOT = Path("/")
 
 
@@ -128,6 +130,6 @@ def _sizes(path: Path) -> dict[str, int]:
     sizes = {}
     for line in text.splitlines():
         words = line.replace(":", " ").split()
-        if len(words) >= 2 and words[1].isdigit():
+        if len(words) >= 2 and is_count(words[1]):
             sizes[words[0]] = int(words[1])
     return sizes

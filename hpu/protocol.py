@@ -555,9 +555,9 @@ WARM_UP_NEXT = "warm_up_next"
 
 
 class WorkerCall(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=6):
-    """A call outside the plans. It is answered by a WorkerAnswer, which may overtake the results of
-    plans in flight. A successful WAKE_UP sends progress and a WorkerReady first, like a start.
-    WARM_UP_NEXT is answered by a WarmedBuckets."""
+    """A call outside the plans. The answer is a WorkerAnswer, for WARM_UP_NEXT a WarmedBuckets, and
+    may overtake the results of plans in flight. A successful WAKE_UP sends progress and a
+    WorkerReady before its answer, like a start."""
 
     name: str
     """A name in PROFILE_CALLS; or, with no plan in flight, SLEEP (free memory), WAKE_WEIGHTS
@@ -603,7 +603,7 @@ class AdapterLoaded(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fals
 
 class FetchBlocks(msgspec.Struct, array_like=True, gc=False, tag=13):
     """Read blocks from files to host memory, concurrently with the plans. Answered by a
-    BlocksFetched. No plan uses these slots before the answer."""
+    BlocksFetched. No later plan uses these slots before the answer."""
 
     hashes: list[bytes]
     slots: list[int]

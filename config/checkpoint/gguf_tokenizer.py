@@ -220,7 +220,7 @@ def _sentencepiece(file: GgufFile) -> dict[str, Any]:
 
 
 def _wordpiece(file: GgufFile) -> dict[str, Any]:
-    """WordPiece tokenizer of BERT. GGUF files mark the start of a word with a space instead of
+    """WordPiece tokenizer of BERT. GGUF files mark the start of a word with U+2581 instead of
     marking continuations with ##."""
     tokens = _tokens(file)
     vocab: dict[str, int] = {}
@@ -349,7 +349,7 @@ def _post_processor(file: GgufFile) -> dict[str, Any] | None:
     if not before and not after:
         return None
 
-    def around(name: str, type_id: int) -> list[dict[str, Any]]:
+    def part(name: str, type_id: int, before: list[tuple[str, int]]) -> list[dict[str, Any]]:
         return [
             *[{"SpecialToken": {"id": token, "type_id": type_id}} for token, _ in before],
             {"Sequence": {"id": name, "type_id": type_id}},
@@ -358,9 +358,9 @@ def _post_processor(file: GgufFile) -> dict[str, Any] | None:
 
     return {
         "type": "TemplateProcessing",
-        "single": around("A", 0),
+        "single": part("A", 0, before),
         # BERT adds cls only at the beginning.
-        "pair": [*around("A", 0), *(around("B", 1)[1:] if is_bert else around("B", 1))],
+        "pair": [*part("A", 0, before), *part("B", 1, [] if is_bert else before)],
         "special_tokens": {
             token: {"id": token, "ids": [number], "tokens": [token]}
             for token, number in (*before, *after)

@@ -51,7 +51,7 @@ class StoredTensor(NamedTuple):
 
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a checkpoint, from its index if it has an index. Raises
-    CheckpointError."""
+    ConfigError."""
     index = folder / INDEX
     if is_present(index):
         return _indexed(index)
@@ -129,8 +129,7 @@ def _indexed(index: Path) -> list[Path]:
 
 
 def folder_shapes(folder: Path) -> Shapes:
-    """The shapes of all tensors of a checkpoint. Raises CheckpointError like weight_files and
-    read_shapes."""
+    """The shapes of all tensors of a checkpoint. Raises ConfigError."""
     shapes: dict[str, tuple[int, ...]] = {}
     for file in weight_files(folder):
         shapes.update(read_shapes(file))
@@ -138,7 +137,7 @@ def folder_shapes(folder: Path) -> Shapes:
 
 
 def read_shapes(file: Path) -> Shapes:
-    """The shapes of the tensors in `file`. Raises CheckpointError like read_header."""
+    """The shapes of the tensors in `file`. Raises CheckpointError."""
     return {tensor.name: tensor.shape for tensor in read_header(file)}
 
 

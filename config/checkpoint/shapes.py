@@ -20,8 +20,8 @@ from config.model.pooler import PoolerConfig
 
 def check_weights(model_config: ModelConfig, pooler: PoolerConfig | None) -> None:
     """Raise ConfigError if sizes in the config.json of the folder `model_config.path`, or in its
-    pooling modules, differ from the tensor shapes in the files. A model that is not built in
-    passes, except for its pooling modules."""
+    pooling modules, differ from the tensor shapes in the files. For a model that is not built in,
+    only the classification head and the pooling modules are checked."""
     shapes = folder_shapes(Path(model_config.path))
     source = Path(model_config.path, "config.json")
     check_shapes(model_config, shapes, source)

@@ -57,7 +57,7 @@ def environment() -> Mapping[str, str]:
 
 
 def variable_table() -> dict[str, str]:
-    """Variable -> flag, for all settings. Earlier entries win: our own names come before names of
+    """Environment variable -> flag, in decreasing precedence: our own names come before names of
     other servers."""
     table = {flag.variable: flag.key for flag in FLAGS}
     names = [name for flag in FLAGS for name in flag.names[1:]]

@@ -1,7 +1,8 @@
-"""The variable of the vendor's runtime for compiled recipes on disk. The runtime reads it at its
-first import, and a value of another form ends the start.
+"""Value of PT_HPU_RECIPE_CACHE_CONFIG, where the vendor's runtime stores compiled recipes. The
+runtime reads the variable at its first import, and fails if the value has an invalid form.
 
-Forms by release (HabanaAI/gaudi-pytorch-bridge, recipe_cache_config.cpp and env_flags_impl.cpp):
+Valid forms by release (HabanaAI/gaudi-pytorch-bridge, recipe_cache_config.cpp and
+env_flags_impl.cpp):
 
     path                  all releases
     path,delete,MB        up to 1.21; a later state of the sources refuses it

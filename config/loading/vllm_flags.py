@@ -371,7 +371,7 @@ ACCEPTED: Mapping[str, Accepted] = dict(_accepted())
 
 
 def absence(name: str, rows: Iterable[tuple[str, str]] = ABSENT) -> str:
-    """Reason why vLLM's flag `name` (--enable-lora) is not in this version; empty for other
+    """Reason why vLLM's flag `name` (--enable-eplb) is not in this version; empty for other
     names."""
     # --compilation-config.level is an entry of --compilation-config.
     bare = name.lstrip("-").removeprefix("no-").partition(".")[0]

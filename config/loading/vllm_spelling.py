@@ -235,6 +235,6 @@ def _with_plain_switches(words: Iterable[str]) -> Iterator[str]:
             if not equals and rest and rest[0].lower() in _SWITCHES:
                 value = rest.popleft()
             word = _SWITCHES.get(value.lower(), word).replace("NAME", name[2:])
-        # --no-enable-lora enables nothing, so it needs no support.
+        # --no-enable-eplb turns on nothing, so it needs no support.
         if not (word.startswith("--no-") and absence(word)):
             yield word

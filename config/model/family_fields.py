@@ -49,10 +49,11 @@ def with_usual_names(fields: Fields) -> Fields:
         found = [raw[name] for name in (usual, *others) if raw.get(name) is not None]
         if found:
             raw[usual] = found[0]
-        if usual == "num_hidden_layers" and found and found[-1] != found[0]:
+        different = [value for value in found if value != found[0]]
+        if usual == "num_hidden_layers" and different:
             raise ConfigError(
                 f"{fields.file} has two numbers of layers, {shown(found[0])} and "
-                f"{shown(found[-1])}, which must be equal"
+                f"{shown(different[0])}, which must be equal"
             )
     if "n_inner" in raw and raw.get("intermediate_size") is None:
         # In GPT-2, null means four times the hidden size.

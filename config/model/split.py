@@ -72,8 +72,8 @@ def _divides(num_cards: int, count: int, may_repeat: bool) -> bool:
 
 def _divided(config: ModelConfig, distributes_experts: bool) -> Iterator[Divided]:
     yield config.num_heads, "query heads", False
+    # The latents of MLA are replicated on each card.
     if latents_of(config) is None:
-        # Latents are replicated on each card.
         yield config.num_kv_heads, "KV heads", True
     for state in {type(state): state for state in states_of(config)}.values():
         yield from state.divided()

@@ -281,8 +281,8 @@ def _check_bad_words(params: SamplingParams) -> None:
 
 
 def _as_tuple(params: SamplingParams, name: str) -> None:
-    """Convert a string or a list to a tuple, and None to an empty tuple, except for
-    allowed_token_ids."""
+    """Convert a string or a list to a tuple. None becomes an empty tuple; for allowed_token_ids it
+    stays None."""
     value = getattr(params, name)
     if isinstance(value, tuple) or (value is None and name == "allowed_token_ids"):
         return

@@ -157,8 +157,8 @@ class SingleEngineClient:
     ) -> None:
         """`index`: number of this front end. `limits`: limits of this front end, shared by the
         clients of all its engines. `engine`: number of the engine. `restart`: how many times this
-        front end was restarted; part of each key, so that a restarted front end does not reuse
-        keys."""
+        front end was restarted; each key contains it modulo 256, so that a restarted front end does
+        not reuse recent keys."""
         self.engine = engine
         self.state: EngineState = Starting()
         self.progress: Progress | None = None

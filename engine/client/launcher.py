@@ -76,8 +76,8 @@ def launch(
     the engine's command line. Raises ConfigError.
     """
     config, engine = orders.config, orders.engine
-    # Checked here so that the caller gets the error; the engine repeats the check and logs the
-    # reason.
+    # Checked here so that the caller gets the ConfigError; the engine process checks the settings
+    # again.
     hpu_environment(config)
     parallel = config.data_parallel
     cards = device_environment(

@@ -11,8 +11,8 @@ from engine.transport.messages import AddRequest
 
 MAX_DEATHS, MAX_EXTERNAL_DEATHS = 2, 3
 """Number of crashes, each with a request as the only suspect, after which the request is failed.
-The second limit applies if another process killed the engine (operator, OOM killer) in any of these
-crashes: two such kills may hit the same request by chance."""
+The second limit applies if the engine was killed from outside (operator, OOM killer) in any of
+these crashes: two such kills may hit the same request by chance."""
 
 Client = TypeVar("Client", contravariant=True)
 
@@ -86,7 +86,7 @@ def find_poison_request(
     queues: Collection[RequestOutputQueue], *, is_external: bool
 ) -> RequestOutputQueue | None:
     """Update the crash counts of `queues`, the requests that were open when an engine crashed, and
-    return the poison request if there is one. `is_external`: another process killed the engine.
+    return the poison request if there is one. `is_external`: the engine was killed from outside.
 
     A request is a suspect if the engine had scheduled it and sent no output for it. Suspects are
     marked, and the engine runs them one at a time. The crash is counted against a single suspect

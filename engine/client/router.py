@@ -261,7 +261,7 @@ class RouterClient:
 
     @property
     def stats(self) -> EngineStats:
-        """Sums over the living engines (see `summed`), cached until an engine reports new stats."""
+        """Sums over the living engines (see `summed`), recomputed when their stats change."""
         parts = [engine.stats for engine in self.living]
         if len(parts) != len(self._stats_of) or any(
             part is not before for part, before in zip(parts, self._stats_of, strict=True)

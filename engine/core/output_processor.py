@@ -150,7 +150,7 @@ class OutputProcessor:
         return finished
 
     def _finish_chunks(self, output: SchedulerOutput, now: float) -> None:
-        """Count the tokens of prefill chunks as collected. The last blocks of a sampling chunk are
+        """Count the tokens of prefill chunks as collected. The blocks of a sampling chunk are
         cached later, with its token: non-finite logits make the computed KV unusable."""
         for request, num_tokens, _, samples in output.prefills:
             request.num_cached_tokens += num_tokens

@@ -101,12 +101,12 @@ class ProcessEnd(NamedTuple):
     description: str
     """Name and end of the process, such as `worker 0 (process 17) was killed by SIGKILL`."""
     is_external: bool
-    """Whether another process, such as the OOM killer, killed the process."""
+    """Whether the process was killed from outside, for example by the OOM killer."""
     pid: int
 
 
 def is_external_end(code: int) -> bool:
-    """Whether exit code `code` means that another process killed the process with a signal."""
+    """Whether exit code `code` means that a signal from outside killed the process."""
     return code < 0 and -code not in FAULTS
 
 

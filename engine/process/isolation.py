@@ -68,7 +68,7 @@ CLOSED = "the process that isolates third-party code was closed"
 
 class CallKilled(Exception):
     """The process of a call ended without a result: it crashed, or used too much CPU time or
-    memory. A repeated call would fail again."""
+    memory. A repeated call would fail again, except after CallInterrupted."""
 
 
 class CallInterrupted(CallKilled):

@@ -1,7 +1,8 @@
 """LoRASlots: tracks adapters in host memory and in device slots, and requests that wait for
 adapters."""
 
-from collections.abc import Set
+from collections import Counter
+from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -252,14 +253,22 @@ class LoRASlots(RequestResource):
 
     @property
     def running(self) -> dict[str, int]:
-        """Running requests by adapter name; adapters without running requests are omitted."""
-        return {e.info.name: e.num_running for e in self._entries.values() if e.num_running}
+        """Running requests by adapter name, without zeros. If an adapter has several names, all its
+        requests count under one name."""
+        return self._counts(lambda entry: entry.num_running)
 
     @property
     def waiting(self) -> dict[str, int]:
-        """Waiting requests by adapter name; adapters without waiting requests are omitted."""
-        counts = {e.info.name: e.num_requests - e.num_running for e in self._entries.values()}
-        return {name: count for name, count in counts.items() if count}
+        """Waiting requests by adapter name, counted like `running`."""
+        return self._counts(lambda entry: entry.num_requests - entry.num_running)
+
+    def _counts(self, count: Callable[[_Entry], int]) -> dict[str, int]:
+        """Sums of `count` by adapter name, without zeros. Two entries have the same name if an
+        adapter was registered again, with other files, while older requests were unfinished."""
+        counts: Counter[str] = Counter()
+        for entry in self._entries.values():
+            counts[entry.info.name] += count(entry)
+        return dict(+counts)
 
     @property
     def num_bytes(self) -> int:

@@ -16,7 +16,7 @@ class InUse(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """A setting to change because of failed checks."""
+    """A setting that failed checks ask to change: its new value, or why it is not changed."""
 
     setting: str
     value: str

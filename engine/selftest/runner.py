@@ -180,7 +180,7 @@ class Runner:
         return [check for check in pending if check.name not in self.results]
 
     def _run_children(self, pending: list[Check], folder: str, stderr: IO[bytes]) -> ChecksStopped:
-        """Run the checks until a check fails or hangs, or all have run. Retries while the card is
+        """Run the checks until all have run or the children stop early. Retries while the card is
         still busy."""
         deadline = time.monotonic() + RELEASE_LIMIT_S
         while True:
@@ -215,7 +215,7 @@ class Runner:
     def _collect(
         self, children: list[_Child], pending: list[Check], stderr: IO[bytes]
     ) -> ChecksStopped:
-        """Read reports until a check fails or hangs, or all checks have ended."""
+        """Read reports until all checks have ended or the children must be stopped."""
         by_name = {check.name: check for check in pending}
         ended: dict[str, list[Ended]] = {}
         num_ended: Counter[_Child] = Counter()
@@ -283,7 +283,8 @@ def _overdue(check: Check | None, is_end: bool) -> ChecksStopped:
 
 
 def _crashed(name: str, ending: str, stderr: IO[bytes]) -> ChecksStopped:
-    """Outcome for a child that ended before its checks, with the last line of its stderr."""
+    """Outcome for a child that ended with checks left, with the last line of its stderr. `name`:
+    see ChecksStopped."""
     stderr.seek(max(0, stderr.seek(0, os.SEEK_END) - TAIL_BYTES))
     lines = stderr.read().decode("utf-8", "replace").strip().splitlines()
     last = f": {lines[-1]}" if lines else ""

@@ -192,8 +192,8 @@ def _check_nesting(value: Any) -> None:
 
 
 def _subschemas(schema: dict[str, Any], root: Any) -> list[tuple[Any, bool]]:
-    """(subschema, whether it applies to the same value) pairs of `schema`. Also checks the size of
-    patterns."""
+    """(part, whether it applies to the same value as `schema`) for each part of `schema` that may
+    be a schema. Also checks the size of patterns."""
     found: list[tuple[Any, bool]] = []
     for keyword, value in schema.items():
         if keyword == "$ref" and isinstance(value, str):

@@ -119,10 +119,11 @@ class Abort(msgspec.Struct, array_like=True, gc=False, tag=2):
 
 
 class Control(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=3):
-    """A call that is answered with a Reply. Names: reset_prefix_cache, ping, start_profile and
-    stop_profile (the value is the path of the trace file), shapes (launch shapes, see
-    StepStats.shapes), sleep_state, SLEEP and WAKE_UP (see engine/core/engine_core.py),
-    COMPILE_GRAMMAR, LOAD_ADAPTER, UNLOAD_ADAPTER and, inside the engine, REGISTER_ADAPTER."""
+    """A call that is answered with a Reply, unless it is cancelled (CancelControl). Names:
+    reset_prefix_cache, ping, start_profile and stop_profile (the value is the path of the trace
+    file), shapes (launch shapes, see StepStats.shapes), sleep_state, SLEEP and WAKE_UP (see
+    engine/core/engine_core.py), COMPILE_GRAMMAR, LOAD_ADAPTER, UNLOAD_ADAPTER and, inside the
+    engine, REGISTER_ADAPTER."""
 
     call: int
     name: str

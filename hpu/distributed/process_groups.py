@@ -222,9 +222,9 @@ def group_members(tensor: int, pipeline: int, data: int) -> dict[str, list[list[
 
 
 def join(backend: str, ranks: Ranks, mark_step: Callable[[], None] | None = None) -> ProcessGroup:
-    """Initialize torch.distributed with `backend` and return the group of all ranks, with
-    `mark_step` as in ProcessGroup. Raises RuntimeError on timeout, and on rank 0 if the address is
-    in use."""
+    """Initialize torch.distributed with `backend`, unless there is a single rank. Returns the group
+    of all ranks, with `mark_step` as in ProcessGroup. Raises RuntimeError on timeout, and on rank 0
+    if the address is in use."""
     if ranks.global_size == 1:
         return SINGLE
     store = _tcp_store(ranks) if ranks.init_method.startswith(TCP) else None

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from config.loading.cards import card_nodes
+from config.setting import is_count
 from hpu.doctor.machine import Machine
 from hpu.gaudi_devices import GENERATIONS, NO_FLOAT32_PRODUCTS
 
@@ -160,7 +161,7 @@ def _card_holders(machine: Machine, nodes: set[str]) -> tuple[dict[str, list[Hol
     found: defaultdict[str, list[Holder]] = defaultdict(list)
     hidden = 0
     proc = machine.root / "proc"
-    pids = sorted(int(name) for name in os.listdir(proc) if name.isdigit()) if proc.is_dir() else []
+    pids = sorted(int(name) for name in os.listdir(proc) if is_count(name)) if proc.is_dir() else []
     for pid in pids:
         folder = proc / str(pid) / "fd"
         try:

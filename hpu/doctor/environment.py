@@ -5,6 +5,7 @@ from config.errors import bytes_text
 from config.execution import RUNTIME_DISTRIBUTION
 from config.loading.compiler_files import COMPILER_FILES
 from config.loading.recipe_cache import RECIPE_CACHE_CONFIG, refused_form
+from config.setting import is_count
 from hpu.doctor.cards import DetectedCard
 from hpu.doctor.machine import ERROR, OK, WARN, Finding, Machine
 from hpu.doctor.software import has_vendor_torch
@@ -30,7 +31,7 @@ eight cards request."""
 def visible_modules(machine: Machine) -> tuple[int, ...] | None:
     """Module ids in HABANA_VISIBLE_MODULES; None if it is not set or invalid."""
     words = [word.strip() for word in machine.environment.get(MODULES, "").split(",")]
-    if not any(words) or not all(word.isdigit() for word in words):
+    if not any(words) or not all(is_count(word) for word in words):
         return None
     return tuple(int(word) for word in words)
 
@@ -131,7 +132,7 @@ def _devices(machine: Machine) -> list[Finding]:
     if not text:
         return []
     words = [word.strip() for word in text.split(",")]
-    if text != "all" and not all(word.isdigit() for word in words):
+    if text != "all" and not all(is_count(word) for word in words):
         what = f"{DEVICES} is {text!r}: it must be `all` or comma-separated indices, like 0,1"
         return [Finding(WARN, DEVICES, what, "correct it where the container is started")]
     if not machine.in_container and text != "all":
@@ -271,7 +272,7 @@ def _huge_page_mib(machine: Machine) -> int | None:
     for line in (machine.text("proc/meminfo") or "").splitlines():
         name, _, rest = line.partition(":")
         words = rest.split()
-        if words and words[0].isdigit():
+        if words and is_count(words[0]):
             fields[name] = int(words[0])
     if "HugePages_Total" not in fields or "Hugepagesize" not in fields:
         return None

@@ -5,6 +5,7 @@ import os
 from typing import NamedTuple
 
 from config.errors import ConfigError
+from config.setting import is_count
 from hpu.doctor.cards import Cards, DetectedCard, find_cards
 from hpu.doctor.environment import environment_findings, host_findings, visible_modules
 from hpu.doctor.links import group_findings, infiniband_findings
@@ -197,7 +198,7 @@ def _cards_in_use(
 def _module_of_rank(machine: Machine, rank: int | None) -> int | None:
     """Module of the worker `rank`, if a variable determines it."""
     word = machine.environment.get("HLS_MODULE_ID", "")
-    if word.isdigit():
+    if is_count(word):
         return int(word)
     visible = visible_modules(machine)
     return visible[rank] if visible and rank is not None and rank < len(visible) else None

@@ -1,5 +1,6 @@
 """Settings of an emulated card, and the runtime variables that it reads."""
 
+import re
 from collections.abc import MutableMapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -108,7 +109,7 @@ class RuntimeVariables:
         HPUEvent.cpp)."""
         if self._lazy is None:
             text = self.environment.get("PT_HPU_LAZY_MODE")
-            if text and not text.isdigit():
+            if text and not re.fullmatch("[0-9]{1,18}", text):
                 raise RuntimeError(_unreadable("PT_HPU_LAZY_MODE", text))
             if text and int(text) > 1:
                 raise NotImplementedError(f"PT_HPU_LAZY_MODE={text} is not modelled")

@@ -1,5 +1,5 @@
-"""The adapter slot of each row of a launch: LoRASlotInputs fills it on the host, and LoRAContext
-holds it for the layers of the running launch."""
+"""The adapter slots of a launch: LoRASlotInputs writes them on the host, and LoRAContext holds them
+for the layers of the running launch."""
 
 import numpy as np
 import torch

@@ -1,5 +1,5 @@
-"""CausalLM: interface of the model that a worker runs, plain or wrapped by a back end; and
-ModelBuild, the arguments of its construction."""
+"""CausalLM: interface of the model that a worker runs, plain or wrapped by a back end. ModelBuild:
+how a model is built on a rank. LoadableModel: a model that a checkpoint fills."""
 
 from dataclasses import dataclass
 

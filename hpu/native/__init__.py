@@ -1,1 +1,2 @@
-"""The CPU back end's C++ kernels, and the library that compiles and loads them."""
+"""The CPU back end's C++ library: its kernels, compilation and memory, and the decoders and vision
+towers that run in it."""

@@ -1,2 +1,2 @@
-"""Execution of a step's launches, for generation and for pooling: state of the requests, input
-buffers, graphs, KV cache and results."""
+"""Execution of a step's launches, for generation and for pooling, and the state, buffers, graphs
+and caches of the execution."""

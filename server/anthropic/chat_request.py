@@ -5,6 +5,7 @@ from typing import Any
 
 from config.errors import UserError, value_text, wrong_field
 from server.anthropic.schema import CountBody, MessagesBody, is_foreign_tool, is_ignored_block
+from server.http.body import validate_fields
 from server.http.body_bounds import MAX_PARTS
 from server.multimodal.parts import wrong_type
 from server.openai.schema.chat import ChatBody, Message
@@ -70,7 +71,7 @@ def to_chat_body(body: CountBody, *, has_reasoning: bool, takes_images: bool = F
         }
         if has_reasoning and body.thinking is not None and body.thinking.type == "enabled":
             fields["thinking_token_budget"] = body.thinking.budget_tokens
-    return ChatBody.model_validate(fields)
+    return validate_fields(ChatBody, fields)
 
 
 def _reasoning_fields(body: CountBody) -> dict[str, Any]:

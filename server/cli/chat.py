@@ -20,7 +20,6 @@ from server.cli.bench.openai import first_model
 from server.cli.flags import command_parser
 from server.cli.http_client import HttpClient, HttpFailure, add_base_url, key_for
 from server.cli.private_server import PrivateServer, quiet
-from server.cli.repetition import MAX_PERIOD, MIN_REPEATS, repeats
 from server.cli.selftest import served
 
 DESCRIPTION = """\
@@ -32,6 +31,7 @@ PATH = "/v1/chat/completions"
 TOKENIZE_PATH = "/tokenize"
 MAX_TOKENS = 1024
 """Default token limit of a reply, because small models may repeat themselves forever."""
+MAX_PERIOD, MIN_REPEATS, MIN_CHARACTERS = 400, 4, 400
 DIM, NORMAL = "\x1b[2m", "\x1b[0m"
 LEAVE = ("/exit", "/quit")
 HELP = "/help"
@@ -81,6 +81,18 @@ def main(argv: list[str]) -> int:
         loop.close()
         if server is not None:
             server.close()
+
+
+def repeats(text: str) -> bool:
+    """Whether the end of `text` repeats itself: the same characters at least MIN_REPEATS times, over
+    MIN_CHARACTERS. The page has the same rule (server/page/repetition.js)."""
+    for period in range(1, MAX_PERIOD + 1):
+        length = max(MIN_CHARACTERS, MIN_REPEATS * period)
+        if length > len(text):
+            return False
+        if text[-length + period :] == text[-length:-period]:
+            return True
+    return False
 
 
 def unknown_command(text: str) -> str:

@@ -72,11 +72,11 @@ class PrivateServer:
                 answer = await client.ask("GET", "/ready")
             except HttpFailure:
                 # After an answer, the server has stopped and prints its reason.
-                answer, stage = None, "" if has_answered else NOT_LISTENING
+                stage = "" if has_answered else NOT_LISTENING
             else:
+                if answer.status == 200:
+                    return
                 has_answered, stage = True, _message(answer.content)
-            if answer is not None and answer.status == 200:
-                return
             on_stage(stage)
             await asyncio.sleep(POLL_S)
 

@@ -136,8 +136,8 @@ class GenerationStream(RequestStream, Protocol):
 
     @property
     def prompt_logprobs(self) -> list[PromptLogprobs | None]:
-        """One entry per prompt, None unless requested. Complete once the prompt's first output
-        token has arrived, or the request has ended; the entry of the first position is None."""
+        """Log-probabilities of each prompt; None unless requested. They are complete once the
+        prompt's first output token has arrived, or the request has ended."""
         ...
 
     @property

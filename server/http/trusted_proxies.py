@@ -1,5 +1,5 @@
-"""The client address behind reverse proxies, from X-Forwarded-For and X-Forwarded-Proto of trusted
-proxies."""
+"""Client address and scheme behind reverse proxies: X-Forwarded-For and X-Forwarded-Proto of
+trusted proxies."""
 
 import ipaddress
 

@@ -66,7 +66,7 @@ def keep_least_losing(config: Path, num_ranks: int, *, with_attention: bool) -> 
     cache. Raises ConfigError if no module is a gate_up_proj or has experts.
     """
     nodes = read_measures(measure_path(config.parent, 0, num_ranks))["Nodes"]
-    layers = (re.search(r"\.layers\.(\d+)\.", name) for name in nodes)
+    layers = (re.search(r"\.layers\.([0-9]{1,9})\.", name) for name in nodes)
     last = max((int(match[1]) for match in layers if match), default=0)
     kept = rf"\.layers\.{last}\."
     fields = json.loads(config.read_text("utf-8"))

@@ -373,7 +373,8 @@ class LLM:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the model's weights in memory."""
+        """Bytes of the weights on a device; with several devices, on the first device of the last
+        pipeline stage."""
         return self._ready.weight_bytes
 
     def close(self) -> None:

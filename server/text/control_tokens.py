@@ -46,13 +46,16 @@ class ControlMarker:
         }
 
     def mark_texts(self, value: Any) -> Any:
-        """A copy of messages, or of parts of messages, with a mark in every control-token text
-        except in keys of objects. Raises UserError for a control-token text that this tokenizer
-        cannot encode as plain text."""
+        """A copy of messages, tools, or parts of them, with a mark in every control-token text,
+        except in keys that are identifiers, because templates read fields by such names. Raises
+        UserError for a control-token text that this tokenizer cannot encode as plain text."""
         if isinstance(value, str):
             return self._marked_text(value)
         if isinstance(value, dict):
-            return {name: self.mark_texts(inner) for name, inner in value.items()}
+            return {
+                key if key.isidentifier() else self._marked_text(key): self.mark_texts(inner)
+                for key, inner in value.items()
+            }
         if isinstance(value, list):
             return [self.mark_texts(inner) for inner in value]
         return value

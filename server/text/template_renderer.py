@@ -220,7 +220,9 @@ class CompiledTemplate:
         return self._shows_tools
 
     def needs_generic_tools(self, messages: list[Message], given: dict[str, Any]) -> bool:
-        """Whether the request has tools, calls or results that the template does not render."""
+        """Whether to write the tools, calls and results of the request, if any, as text: true if
+        the template shows no tools. If the request has only calls and results, a template with
+        `tool_calls` renders them itself."""
         if not given["tools"] and (self._renders_calls or not has_tool_messages(messages)):
             return False
         return not self.shows_tools()

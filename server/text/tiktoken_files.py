@@ -135,11 +135,17 @@ def _added_tokens(config: Json, num_tokens: int) -> list[Json]:
 
 
 def _post_processor(name: str, ids: dict[str, int]) -> Json | None:
-    """Post-processor that adds the prefix of the class before a text; None without a prefix, or if
-    a token of the prefix does not exist."""
+    """Post-processor that adds the prefix of the class before a text; None without a prefix. Raises
+    ConfigError if a token of the prefix does not exist."""
     prefix = PREFIXES.get(name, ())
-    if not prefix or not ids.keys() >= set(prefix):
+    if not prefix:
         return None
+    for token in prefix:
+        if token not in ids:
+            raise ConfigError(
+                f"added_tokens_decoder in tokenizer_config.json has no token {token}, which {name} "
+                "adds before each text"
+            )
     before = [{"SpecialToken": {"id": token, "type_id": 0}} for token in prefix]
     text = {"Sequence": {"id": "A", "type_id": 0}}
     return {

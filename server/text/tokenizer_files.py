@@ -162,8 +162,9 @@ def _chat_template(folder: Path, config: dict[str, Any]) -> str | dict[str, str]
     3. chat_template in tokenizer_config.json, `config`.
     4. The files of 2, if the model has no processor.
 
-    If 2 replaces the default template of 3, the replaced template becomes tool_use, the template
-    for requests with tools, because a processor's template often renders no tools.
+    If 2 replaces the default template of 3, and there is no template tool_use, the replaced
+    template becomes tool_use, the template for requests with tools: a processor's template often
+    renders no tools.
     """
     own = _named_templates(config.get("chat_template"), folder / "tokenizer_config.json")
     processor: dict[str, str] = {}

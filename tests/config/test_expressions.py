@@ -40,6 +40,7 @@ PUBLISHED = (
     r"[]m]odel[^]x]*.*",
     r"mode(l{,2}|x{1,}).*",
     r"m{}|.*\x2e\.?.*",
+    r"m\²?odel.*",
     r"\w+\.\D+\S+\b.*",
 )
 

@@ -3,8 +3,11 @@
 import json
 import logging
 import os
+import select
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -250,3 +253,33 @@ def test_a_reader_that_stops_does_not_block_the_process() -> None:
     assert 0 < len(lines) < 5_000
     assert f"{5_000 - len(lines)} log lines were lost" in last[0]
     assert last[1].endswith("x: after") and len(last) == 2
+
+
+def test_a_long_line_for_a_slow_reader_waits_no_longer_than_a_short_line() -> None:
+    out, into = os.pipe()
+    content = bytearray()
+
+    def read_slowly() -> None:
+        while piece := os.read(out, select.PIPE_BUF):
+            content.extend(piece)
+            time.sleep(0.02)
+
+    reader = threading.Thread(target=read_slowly)
+    reader.start()
+    with open(into, "w", encoding="utf-8") as stream:
+        handler = log.RoleHandler(stream)
+        handler.setFormatter(log.RoleFormatter("server", None))
+        started = time.monotonic()
+        handler.emit(logging.LogRecord("x", logging.INFO, "", 0, "y" * 2**20, (), None))
+        waited_s = time.monotonic() - started
+        while len(content) < 2**16:
+            time.sleep(0.01)
+        handler.emit(logging.LogRecord("x", logging.INFO, "", 0, "after", (), None))
+    reader.join()
+    os.close(out)
+
+    cut, lost, after = content.decode().splitlines()
+    assert waited_s < 1.0
+    assert cut.endswith("yyy")
+    assert lost.endswith("1 log lines were lost, because the reader of stderr took none")
+    assert after.endswith("x: after")

@@ -65,12 +65,19 @@ def test_a_metrics_page_gives_all_pairs_of_prompt_and_output_lengths() -> None:
         ('{"prompt_tokens": true, "output_tokens": 7}', "True, it must be a whole number"),
         ("[1, 2]", "not a JSON object"),
         ("nonsense", "line 1"),
+        (f"prompt_tokens={'9' * 4301} output_tokens=1", "line 1: .*has a number of 4301 digits"),
+        (f"\nprompt_tokens=1 output_tokens={'9' * 4301}", "line 2: .*has a number of 4301 digits"),
+        (PAGE.replace("50.0", "fifty"), "le is 'fifty'.*must be a number"),
+        (PAGE.replace(" 8.0", " eight"), "value is 'eight'.*must be a number"),
+        (PAGE.replace(" 8.0", " NaN"), "value is 'NaN'.*must be a number"),
         (PAGE.replace(" 8.0", " 0.0").replace(" 4.0", " 0.0"), "counts 0 requests in .*generation"),
     ],
 )
 def test_an_unusable_traffic_file_is_refused(text: str, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=words) as error:
         parse_traffic(text)
+
+    assert len(str(error.value)) < 600
 
 
 def test_the_error_names_a_missing_file() -> None:

@@ -28,7 +28,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     [
         ("capital of Japan", "The capital of Japan is Tokyo."),
         ("three fruits", "Bananas"),
-        ("about the sea", "The sea is"),
         ("get_weather", '"city": ?"Oslo"'),
         ("LLM(", "The capital of Italy is ->  Rome"),
         ("/metrics", "vllm:num_requests_running"),
@@ -47,10 +46,9 @@ def test_a_readme_example_prints_the_expected_answer(
     assert re.search(answer, done.stdout.replace("\\", "")), done.stdout
 
 
-def test_the_readme_has_six_examples_and_the_page_is_served(server: LiveServer) -> None:
+def test_the_readme_has_five_examples_and_the_page_is_served(server: LiveServer) -> None:
     page = server.ask("/")
 
-    assert len(EXAMPLES) == 6
-    assert (
-        "http://localhost:8000/\nis a page" in README and "<title>gaudiserve</title>" in page.text
-    )
+    assert len(EXAMPLES) == 5
+    assert "http://localhost:8000/ is [a page]" in README
+    assert "<title>gaudiserve</title>" in page.text

@@ -62,9 +62,10 @@ def starting(source: Path, tmp_path: Path, *flags: str) -> Iterator[LiveServer]:
 
 
 def is_converting(live: LiveServer) -> bool:
-    """Request /ready several times, so that every API server reports the conversion."""
+    """Request /ready several times, so that every API server reports that it waits for the
+    conversion."""
     try:
-        return all("convert" in live.ask("/ready").text for _ in range(12))
+        return all("converts" in live.ask("/ready").text for _ in range(12))
     except httpx.ConnectError:
         return False
 
@@ -79,7 +80,9 @@ def test_the_port_answers_before_the_checkpoint_is_converted(
         chat = live.ask("/v1/chat/completions", CHAT)
 
         assert alive.status_code == 200
-        assert ready.json()["error"]["message"] == "The server is starting: converting the model."
+        assert ready.json()["error"]["message"] == (
+            "The server is starting: waiting for another process that converts the same file."
+        )
         assert health.json() == ready.json()
         for refused in (health, ready, models, chat):
             assert refused.status_code == 503

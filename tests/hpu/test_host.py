@@ -92,3 +92,10 @@ def test_bfloat16_is_fast_only_with_bfloat16_instructions(tmp_path: Path) -> Non
     found = has_fast_bfloat16(old), has_fast_bfloat16(new), has_fast_bfloat16(tmp_path)
 
     assert found == (False, True, False)
+
+
+def test_a_size_that_is_not_a_decimal_number_is_left_out(tmp_path: Path) -> None:
+    text = "MemTotal: 8388608 kB\nMemAvailable: 4194304 kB\nOther: \u00b2 kB\n"
+    _lay_out(tmp_path, {"proc/meminfo": text})
+
+    assert usable_memory(tmp_path) == (4 * GIB, 8 * GIB)

@@ -270,7 +270,8 @@ class WeightMap:
         return name
 
     def text_name(self, name: str) -> str:
-        """Name of the tensor in a text-only checkpoint; with OUTSIDE as in `map_name`."""
+        """Name of the tensor in a text-only checkpoint. A tensor outside the text model gets the
+        prefix OUTSIDE."""
         return text_part_name(name) if self.is_text_part else name
 
     def ignores(self, name: str) -> bool:

@@ -32,7 +32,7 @@ def read_awq(fields: Fields) -> QuantizationConfig:
         version = fields.get(name, str, "gemm")
         if version.lower() != "gemm":
             raise refused(fields, name, version, "'gemm'")
-    # Symmetric checkpoints also store zero points.
+    # Only check the type of `zero_point`: symmetric checkpoints also store zero points.
     fields.get("zero_point", bool, True)
     return QuantizationConfig(
         "awq",

@@ -181,8 +181,9 @@ class QuantizationConfig:
 
     @property
     def schemes(self) -> tuple[WeightScheme, ...]:
-        """All schemes that modules may use."""
-        own = (scheme for scheme in self.overrides.schemes if scheme is not None)
+        """All schemes: of the overrides, of the rules, and `stacked`."""
+        optional = (*self.overrides.schemes, self.stacked)
+        own = (scheme for scheme in optional if scheme is not None)
         return (*own, *(rule.scheme for rule in self.rules))
 
     def scheme_of(self, module: str) -> WeightScheme | None:

@@ -67,7 +67,7 @@ def gptq_scheme(fields: Fields) -> WeightScheme:
     )
     if desc_act:
         parts += (WeightPart("groups", "g_idx", (StoredAxis(INPUTS),), ("I32", "I64")),)
-    # Symmetric checkpoints also store zero points.
+    # Only check the type of `sym`: symmetric checkpoints also store zero points.
     fields.get("sym", bool, True)
     return WeightScheme(bits, parts, group_size=size, desc_act=desc_act)
 

@@ -63,7 +63,8 @@ def read_quantization(fields: Fields, known: tuple[str, ...] = ()) -> Quantizati
 def is_served(fields: Fields) -> bool:
     """Whether `read_quantization` supports the method of the checkpoint."""
     own = _settings(fields)
-    return own is not None and own.raw["quant_method"] in METHODS
+    method = own.raw["quant_method"] if own is not None else None
+    return isinstance(method, str) and method in METHODS
 
 
 def _settings(fields: Fields) -> Fields | None:

@@ -51,8 +51,6 @@ MOVERS = (
     *("broadcast", "allgather", "_allgather_base", "all_gather_single", "gather", "send", "recv"),
 )
 """ProcessGroup methods that move numbers without a conversion to float32."""
-TEXT_BYTES = 1024
-"""Size limit of a collective's text, which ranks compare, and exchange when they disagree."""
 
 
 def with_known_kinds(original: Callable[..., object]) -> Callable[..., object]:
@@ -166,19 +164,19 @@ class CollectiveCheck:
     def check(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raise RuntimeError on every rank of the group in the arguments of operator `name` if the
         ranks disagree on the operator, its tensors' shapes and dtypes, or its numbers (the root,
-        for example), in the first TEXT_BYTES of their text. The kind of reduction is not compared:
-        torch does not expose it. Sends and receives are not compared: they concern two ranks, and
-        differ by design."""
+        for example). The kind of reduction is not compared: torch does not expose it. Sends and
+        receives are not compared: they concern two ranks, and differ by design."""
         if name in POINT_TO_POINT:
             return
         group = _group_of(args, kwargs)
         shapes = [(tuple(given.shape), str(given.dtype)) for given in tensors_in((args, kwargs))]
         numbers = [value for value in args if type(value) is int]
-        text = f"{name} of {shapes}, {numbers}".encode()[:TEXT_BYTES]
-        checksums = self._gather(group, torch.tensor([zlib.crc32(text)]))
-        if len({int(checksum) for checksum in checksums}) == 1:
+        text = f"{name} of {shapes}, {numbers}".encode()
+        checks = self._gather(group, torch.tensor([zlib.crc32(text), len(text)]))
+        if len({tuple(check.tolist()) for check in checks}) == 1:
             return
-        own = torch.frombuffer(bytearray(text.ljust(TEXT_BYTES)), dtype=torch.uint8)
+        size = max(int(check[1]) for check in checks)
+        own = torch.frombuffer(bytearray(text.ljust(size)), dtype=torch.uint8)
         texts = [bytes(found.tolist()).decode().rstrip() for found in self._gather(group, own)]
         ranks = dist.get_process_group_ranks(group)
         own_text = texts[group.rank()]

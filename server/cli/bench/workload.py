@@ -3,6 +3,7 @@
 Random text prompts are adjusted to their token counts with a CountTokens.
 """
 
+import math
 import random
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -86,7 +87,7 @@ def token_requests(shape: Shape, vocabulary: list[int]) -> list[BenchRequest]:
 
 async def text_requests(shape: Shape, count: CountTokens) -> list[BenchRequest]:
     """Prompts of plain words. Words are added or removed until `count` returns the requested number
-    of tokens, in at most MAX_TRIES rounds; a remaining difference is accepted."""
+    of tokens, in at most MAX_TRIES rounds; then the text with the smallest difference is used."""
     rng = random.Random(f"{shape.seed} words")
     words_per_token = len(WORDS) / max(1, await count(" ".join(WORDS)))
     prefix = rng.choices(WORDS, k=round(shape.shared_prefix_len * words_per_token))
@@ -94,8 +95,12 @@ async def text_requests(shape: Shape, count: CountTokens) -> list[BenchRequest]:
     for input_len, output_len in lengths(shape):
         num_tokens = input_len + shape.shared_prefix_len
         words = prefix + rng.choices(WORDS, k=max(1, round(input_len * words_per_token)))
+        nearest, least = "", math.inf
         for _ in range(MAX_TRIES):
-            difference = num_tokens - await count(" ".join(words))
+            text = " ".join(words)
+            difference = num_tokens - await count(text)
+            if abs(difference) < least:
+                nearest, least = text, abs(difference)
             if difference == 0:
                 break
             change = max(1, round(abs(difference) * words_per_token))
@@ -107,7 +112,7 @@ async def text_requests(shape: Shape, count: CountTokens) -> list[BenchRequest]:
             if num_kept == len(words):
                 break
             del words[num_kept:]
-        requests.append(BenchRequest(" ".join(words), output_len))
+        requests.append(BenchRequest(nearest, output_len))
     return requests
 
 

@@ -557,3 +557,14 @@ def test_the_demo_models_settings_equal_transformers(
     named |= {"torch_dtype"}
     differing = {k for k in ours.keys() | theirs.keys() if ours.get(k) != theirs.get(k)}
     assert differing <= named
+
+
+def test_a_pair_of_bert_keeps_its_second_text_without_a_first_token(tmp_path: Path) -> None:
+    file = open_gguf(write_gguf(tmp_path / "m.gguf", tokenizer="bert"))
+    del file.metadata["tokenizer.ggml.bos_token_id"]
+
+    files = tokenizer_files(file)
+
+    assert files is not None
+    tokenizer = Tokenizer.from_str(json.dumps(files["tokenizer.json"]))
+    assert tokenizer.encode("hello", "world").tokens == ["hello", "[SEP]", "world", "[SEP]"]

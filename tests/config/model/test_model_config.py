@@ -191,6 +191,10 @@ def test_the_dtype_is_read_in_both_spellings(tmp_path: Path, fields: dict[str, A
         ({"hidden_size": None}, "has no hidden_size"),
         ({"hidden_size": "64"}, "hidden_size in .* is '64', it must be a int"),
         ({"num_hidden_layers": 0}, "num_hidden_layers in .* is 0, it must be at least 1"),
+        (
+            {"n_layer": 3, "num_layers": 2},
+            "has two numbers of layers, 2 and 3, which must be equal",
+        ),
         ({"num_key_value_heads": 3}, "4 query heads, it must be a multiple of its 3 KV heads"),
         ({"hidden_size": 66}, "has hidden_size 66, it must be a multiple of its 4 heads"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps in .* is 'small', it must be a finite number"),

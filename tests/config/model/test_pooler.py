@@ -189,7 +189,7 @@ def test_the_operator_may_override_the_pooling_settings(tmp_path: Path) -> None:
     assert (found.modes, found.facts.normalizes) == (("mean",), False)
     assert found.facts.dimensions == (16, 32)
     for text, words in (
-        ("{", "which is not JSON: "),
+        ("{", "which is not JSON"),
         ('{"step_tag_id": 1}', "has step_tag_id"),
         ('{"pooling_type": "STEP"}', "is 'step'"),
         ('{"normalize": 1}', "must be a bool"),

@@ -410,3 +410,10 @@ def test_other_forms_of_mxfp8_are_refused(
 
     with pytest.raises(ConfigError, match=message):
         read(tmp_path, {"quantization_config": config})
+
+
+@pytest.mark.parametrize("method", [["gptq"], {"gptq": 4}, 4])
+def test_a_method_that_is_not_a_word_is_not_served(method: object, tmp_path: Path) -> None:
+    config = {"quantization_config": {"quant_method": method}}
+
+    assert not is_served(Fields(config, tmp_path / "config.json"))

@@ -425,3 +425,22 @@ def test_continuations_keep_the_adapters_unloaded_last() -> None:
 
     assert slots.serves("hash-a", is_continuation=True)
     assert not slots.serves("hash-0", is_continuation=True)
+
+
+def test_the_counts_of_an_adapter_that_was_registered_again_include_older_requests() -> None:
+    slots = make(names="a")
+    older, newer = request(0, "a"), request(1, "b")
+    slots.add_request(older)
+    load_all(slots)
+    slots.start(older)
+    slots.unregister("a")
+    slots.register(LoRAInfo("a", "/b", "hash-b", 4, 100))
+
+    slots.add_request(newer)
+    load_all(slots)
+
+    assert (slots.running, slots.waiting) == ({"a": 1}, {"a": 1})
+    slots.start(newer)
+    assert (slots.running, slots.waiting) == ({"a": 2}, {})
+    slots.release(older)
+    assert (slots.running, slots.waiting) == ({"a": 1}, {"a": 1})

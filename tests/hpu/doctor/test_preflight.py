@@ -95,6 +95,10 @@ def test_lazy_mode_on_a_stock_torch_is_an_error(gaudi: GaudiMachine) -> None:
         ("HABANA_VISIBLE_DEVICES", "all", OK),
         ("HABANA_VISIBLE_DEVICES", "first", WARN),
         ("HABANA_VISIBLE_MODULES", "all", ERROR),
+        ("HABANA_VISIBLE_MODULES", "\u00b2", ERROR),
+        ("HABANA_VISIBLE_MODULES", "9" * 5000, ERROR),
+        ("HABANA_VISIBLE_DEVICES", "\u00b2", WARN),
+        ("HLS_MODULE_ID", "\u00b2", OK),
         ("HABANA_VISIBLE_MODULES", "0,0", ERROR),
         ("HABANA_VISIBLE_MODULES", "0,9", ERROR),
         ("HABANA_VISIBLE_MODULES", "3", ERROR),
@@ -436,3 +440,10 @@ def test_cards_of_two_generations_are_refused(tmp_path: Path) -> None:
 
     assert error.what == "the cards are of 2 generations: 1 are gaudi2, 4 are gaudi3"
     assert preflight(mixed.seen()).errors == ()
+
+
+def test_numbers_of_another_script_in_system_files_are_left_out(gaudi: GaudiMachine) -> None:
+    gaudi.write("proc/meminfo", "HugePages_Total: \u00b2\nHugepagesize: 2048 kB\n")
+    gaudi.write("proc/\u00b2/fd/0", "")
+
+    preflight(gaudi.seen())

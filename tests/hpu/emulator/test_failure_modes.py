@@ -407,6 +407,36 @@ def _rank(store: Path, rank: int) -> None:
     os._exit(3)
 
 
+def test_15_ranks_may_differ_only_at_the_end_of_a_long_list_of_tensors(tmp_path: Path) -> None:
+    context = child_context()
+    ranks = [
+        context.Process(target=_rank_of_many_tensors, args=(tmp_path / "store", rank))
+        for rank in (0, 1)
+    ]
+    for child in ranks:
+        child.start()
+    for child in ranks:
+        child.join(60)
+
+    assert [child.exitcode for child in ranks] == [15, 15]
+
+
+def _rank_of_many_tensors(store: Path, rank: int) -> None:
+    with emulated():
+        torch.distributed.init_process_group(
+            "hccl", init_method=f"file://{store}", rank=rank, world_size=2
+        )
+        group = torch.distributed.group.WORLD
+        assert group is not None
+        tensors = [torch.ones(size, device="hpu") for size in (*[1] * 100, 4 + rank)]
+        try:
+            group.allreduce_coalesced(tensors).wait()
+        except RuntimeError as error:
+            both = [f"(({size},), 'torch.float32')], []" for size in (4, 5)]
+            os._exit(15 if all(text in str(error) for text in both) else 2)
+    os._exit(3)
+
+
 def test_15_a_lazy_collective_needs_a_mark_step_before_it(tmp_path: Path) -> None:
     context = child_context()
     ranks = [

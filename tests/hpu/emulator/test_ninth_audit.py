@@ -58,8 +58,12 @@ def _run_with(variables: dict[str, str]) -> None:
 
 @pytest.mark.parametrize(
     "variables",
-    [{"PT_HPU_LAZY_MODE": "true"}, {"PT_HPU_RECIPE_CACHE_CONFIG": "FOLDER,yes,100,no"}],
-    ids=["number", "switch"],
+    [
+        {"PT_HPU_LAZY_MODE": "true"},
+        {"PT_HPU_LAZY_MODE": "\u00b2"},
+        {"PT_HPU_RECIPE_CACHE_CONFIG": "FOLDER,yes,100,no"},
+    ],
+    ids=["number", "superscript", "switch"],
 )
 def test_a_word_that_the_runtime_cannot_read_ends_its_start(
     variables: dict[str, str], tmp_path: Path

@@ -46,6 +46,18 @@ def test_a_converted_checkpoint_has_the_same_weights_in_the_range_of_the_card(
         torch.testing.assert_close(found[key], tensor, rtol=1e-6, atol=1e-3 * float(tensor.std()))
 
 
+def test_the_scales_of_stacked_experts_are_doubled(tmp_path: Path) -> None:
+    fields = {"num_hidden_layers": 2, "num_local_experts": 2, "interleave_moe_layer_step": 1}
+    folder = make_quantized(FORMATS[STACKING], tmp_path, "llama4_text", **fields).folder
+
+    output = converted(folder, tmp_path / "converted")
+
+    before, after = (load_file(path / WEIGHTS) for path in (folder, output))
+    (name, *_) = (key for key in before if key.endswith("experts.gate_up_proj"))
+    assert torch.equal(after[f"{name}_scale"], before[f"{name}_scale"] * 2)
+    assert float(after[name].float().abs().max()) <= 240
+
+
 def tokens(folder: Path, *, converts: bool) -> list[list[int]]:
     with working(
         folder,

@@ -525,6 +525,10 @@ def says(*blocks: Any) -> dict[str, Any]:
         ({"container": "c"}, "container is not supported"),
         ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
         (
+            {"chat_template_kwargs": {f"k{i}": 1 for i in range(4_096)}},
+            "chat_template_kwargs has 4098 entries, at most 4096 are allowed",
+        ),
+        (
             {"output_format": FORM, "tools": [WEATHER], "tool_choice": {"type": "any"}},
             "output_config.format cannot be combined",
         ),

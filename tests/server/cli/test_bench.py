@@ -19,6 +19,8 @@ from server.cli.bench.command import main
 from server.cli.bench.openai import OpenAIServer, Outcome
 from server.cli.bench.report import as_text, distribution, summarise
 from server.cli.bench.workload import (
+    MAX_TRIES,
+    WORDS,
     BenchRequest,
     Shape,
     arrival_gaps,
@@ -201,6 +203,18 @@ async def test_text_of_uneven_words_is_off_by_at_most_a_token_and_keeps_its_pref
     counts = [await count(str(request.prompt)) for request in requests]
     assert all(abs(found - 50) <= 1 for found in counts)
     assert len({" ".join(str(request.prompt).split()[:6]) for request in requests}) == 1
+
+
+async def test_the_text_nearest_to_the_requested_length_is_kept() -> None:
+    # The first count is of all words; the first text differs by 1 token, later texts by 20.
+    counts = iter([len(WORDS), 39, *[60] * (MAX_TRIES - 1)])
+
+    async def count(text: str) -> int:
+        return next(counts)
+
+    (request,) = await text_requests(Shape(1, 40, 1), count)
+
+    assert len(str(request.prompt).split()) == 40
 
 
 def test_arrivals_have_the_requested_rate() -> None:

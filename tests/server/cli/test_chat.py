@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 
-from server.cli import repetition
-from server.cli.chat import main, unknown_command
-from server.cli.repetition import repeats
+from server.cli import chat
+from server.cli.chat import main, repeats, unknown_command
 
 
 def test_an_unknown_command_is_refused_with_the_known_commands() -> None:
@@ -111,7 +110,7 @@ def test_an_answer_that_repeats_itself_is_ended_with_a_note(
     shown = capsys.readouterr()
     assert status == 0
     assert shown.err == "(ended: the answer repeats itself)\n"
-    assert len(shown.out) < 2 * repetition.MIN_CHARACTERS
+    assert len(shown.out) < 2 * chat.MIN_CHARACTERS
 
 
 @pytest.mark.parametrize(
@@ -153,5 +152,5 @@ def test_the_page_has_the_same_limits_of_a_repetition() -> None:
     limits = re.findall(r"(M[A-Z_]+) = (\d+)", source.read_text())
 
     assert {name: int(limit) for name, limit in limits} == {
-        name: getattr(repetition, name) for name in ("MAX_PERIOD", "MIN_REPEATS", "MIN_CHARACTERS")
+        name: getattr(chat, name) for name in ("MAX_PERIOD", "MIN_REPEATS", "MIN_CHARACTERS")
     }

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import re
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -119,4 +120,19 @@ def test_an_invalid_tokenizer_class_does_not_select_this_format(tmp_path: Path) 
     write(tmp_path, tokenizer_class=["ChatGLM4Tokenizer"])
 
     with pytest.raises(ConfigError):
+        Tokenizer.load(str(tmp_path), cache_dir=tmp_path / "cache")
+
+
+@pytest.mark.parametrize("missing", ["[gMASK]", "<sop>"])
+def test_the_error_names_a_missing_token_of_the_prefix(missing: str, tmp_path: Path) -> None:
+    kept = [token for token in SPECIAL if token != missing]
+    write(
+        tmp_path,
+        added_tokens_decoder={
+            str(len(RANKS) + index): {"content": token, "special": True}
+            for index, token in enumerate(kept)
+        },
+    )
+
+    with pytest.raises(ConfigError, match=f"has no token {re.escape(missing)}, which"):
         Tokenizer.load(str(tmp_path), cache_dir=tmp_path / "cache")
