@@ -84,7 +84,7 @@ def main(argv: list[str]) -> int:
 
 
 def repeats(text: str) -> bool:
-    """Whether the end of `text` repeats itself: the same characters at least MIN_REPEATS times, over
+    """Whether the end of `text` repeats itself: the same characters MIN_REPEATS times, over
     MIN_CHARACTERS. The page has the same rule (server/page/repetition.js)."""
     for period in range(1, MAX_PERIOD + 1):
         length = max(MIN_CHARACTERS, MIN_REPEATS * period)
