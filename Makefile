@@ -43,6 +43,8 @@ install-dev: $(VENV)/.installed-dev ## Add what the tests need to .venv
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14) and "gaudiserve needs Python 3.10 to 3.13, $(PYTHON) is " + sys.version.split()[0] + ": set PYTHON, as in make serve PYTHON=python3.13")'
+	@# A .venv with a CPU build of torch would have to be removed for install-hpu.
+	@$(PYTHON) deploy/vendor_torch.py not-needed
 	@echo "Creating $(VENV) with $$($(PYTHON) --version)"
 	@$(COUNTED) 'Creating $(VENV)' $(PYTHON) -m venv $(VENV)
 

@@ -32,6 +32,9 @@ EXTERNAL_LAUNCHER = "external_launcher"
 EXECUTORS = ("auto", "uni", "mp", RAY, EXTERNAL_LAUNCHER)
 DEFAULT_PREFILL_BATCH, DEFAULT_MERGED_BATCH, DEFAULT_POOLING_BATCH = 1, 4, 16
 DEFAULT_TOKEN_BUDGET = 2048
+MAX_NUM_SEQS = 65_536
+"""Maximum of SchedulerConfig.max_num_seqs. Engine and worker allocate arrays with a row for each
+sequence, of 4 bytes for each token of the context: 2 GiB for a context of 8192 tokens."""
 DEFAULT_MEMORY_UTILIZATION = 0.9
 
 
@@ -102,7 +105,9 @@ class CacheConfig:
 class SchedulerConfig:
     """Settings of the scheduler: which requests run, and how many at once."""
 
-    max_num_seqs: int = setting(32, "Maximum number of sequences that run at once", minimum=1)
+    max_num_seqs: int = setting(
+        32, "Maximum number of sequences that run at once", minimum=1, maximum=MAX_NUM_SEQS
+    )
     max_num_batched_tokens: int | None = setting(
         None,
         f"Maximum number of tokens in a step; auto: the largest of {DEFAULT_TOKEN_BUDGET}, "

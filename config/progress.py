@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 INTERVAL_S = 5.0
 """Interval between progress lines."""
-STARTING = "starting"
+STARTING = "importing modules and reading the checkpoint"
 """Progress before the first stage is known."""
 
 DOWNLOADING = "downloading the model"
@@ -65,7 +65,7 @@ class ProgressReporter:
         is_stalled = waited_s >= INTERVAL_S / 2
         if has_bar and not is_stalled:
             return None
-        line = f"{self._prefix}{text}" if self._prefix and text != STARTING else capitalized(text)
+        line = f"{self._prefix}{text}" if self._prefix else capitalized(text)
         return f"{line}, unchanged for {duration(waited_s)}" if is_stalled else line
 
 
@@ -95,13 +95,14 @@ class ProgressLines:
         self._has_bar = total_bytes > 0 and sys.stderr.isatty()
 
     def show(self, text: Callable[[], str]) -> None:
-        """Show the result of `text`, which is called from the thread."""
+        """Show the result of `text`, which is called from the thread; empty: show nothing."""
         self._text, self._has_bar = text, False
 
     def _run(self) -> None:
         reporter = ProgressReporter(time.monotonic(), self._prefix)
         while not self._ended.wait(INTERVAL_S):
-            line = reporter.line(self._text(), time.monotonic(), has_bar=self._has_bar)
+            text = self._text()
+            line = text and reporter.line(text, time.monotonic(), has_bar=self._has_bar)
             if line and logging.root.hasHandlers():
                 logger.info("%s", line)
             elif line:

@@ -116,12 +116,12 @@ def check_model_config(
     _check_quantized(model_config, is_built_in=is_built_in)
     if quantizes_at_load(config.quantization, model_config) and is_pooling:
         raise ConfigError(
-            f"quantization is {config.quantization}, and {folder} is served for pooling, for "
+            f"--quantization is {config.quantization}, and {folder} is served for pooling, for "
             "which quantization is not supported: leave quantization out"
         )
     if config.quantization == "gguf" and not (Path(folder) / BLOCKS).is_file():
         raise ConfigError(
-            f"quantization is gguf, and {folder} was not made from a GGUF file: set --model to a "
+            f"--quantization is gguf, and {folder} was not made from a GGUF file: set --model to a "
             "GGUF file"
         )
     return model_config, pooler
@@ -175,13 +175,13 @@ def chosen_quantization(
     is_format = requested in OF_CHECKPOINTS or requested in KERNELS
     if declared and (own or is_format):
         raise SettingError(
-            f"quantization is {requested}, and {file} has weights quantized by {declared}: leave "
+            f"--quantization is {requested}, and {file} has weights quantized by {declared}: leave "
             "--quantization out"
         )
     if is_format and requested not in SCHEMES_AT_LOAD:
         raise SettingError(
-            f"quantization is {requested}, and {file} has no quantization_config: the weights are "
-            "not quantized; leave --quantization out, or quantize them while loading "
+            f"--quantization is {requested}, and {file} has no quantization_config: the weights "
+            "are not quantized; leave --quantization out, or quantize them while loading "
             f"(--quantization {' or '.join(_schemes_at_load(device))})"
         )
     return requested
@@ -209,7 +209,7 @@ def check_format_at_load(requested: str | None, model_config: ModelConfig, devic
         return
     if SCHEMES_AT_LOAD[requested].is_flat and device != "cpu":
         raise SettingError(
-            f"quantization is {requested} and the device is {device}: the weights of "
+            f"--quantization is {requested} and the device is {device}: the weights of "
             f"{model_config.fields.file} are quantized to {requested} on cpu only; use "
             f"{' or '.join(_schemes_at_load(device))}"
         )
@@ -228,18 +228,18 @@ def _check_compressor(
 ) -> None:
     if not is_built_in:
         raise ConfigError(
-            f"quantization is {INC}, and {model_config.path} is served for pooling or runs on the "
-            "transformers implementation, for which the compressor is not supported: leave "
+            f"--quantization is {INC}, and {model_config.path} is served for pooling or runs on "
+            "the transformers implementation, for which the compressor is not supported: leave "
             "--quantization out"
         )
     if config.cache.kv_cache_dtype not in (AUTO, FP8_INC):
         raise SettingError(
-            f"quantization is {INC} and --kv-cache-dtype is {config.cache.kv_cache_dtype}, the "
+            f"--quantization is {INC} and --kv-cache-dtype is {config.cache.kv_cache_dtype}, the "
             f"compressor supports {FP8_INC} only"
         )
     if config.cache.calculate_kv_scales:
         raise SettingError(
-            f"quantization is {INC} and --calculate-kv-scales is set: leave "
+            f"--quantization is {INC} and --calculate-kv-scales is set: leave "
             "--calculate-kv-scales out, the compressor has its own scales"
         )
     quant_config = read_quant_config(config.quant_config)
@@ -251,7 +251,7 @@ def _check_compressor(
     quant_config.check_files(config.parallel.tensor_parallel_size)
     if not is_installed(MODULE):
         raise ConfigError(
-            f"quantization is {INC}, and Intel Neural Compressor is not installed here: "
+            f"--quantization is {INC}, and Intel Neural Compressor is not installed here: "
             f"pip install {PACKAGE}"
         )
 

@@ -61,7 +61,7 @@ def converted(
     as long as the first process runs. Raises ConfigError.
     """
     if dtype not in DTYPES:
-        raise ConfigError(f"dtype is {dtype!r}, it must be one of {', '.join(DTYPES)}")
+        raise ConfigError(f"--dtype is {dtype!r}, it must be one of {', '.join(DTYPES)}")
     suffix = "-blocks" if keep_blocks else ""
     name = f"{source.stem}-{dtype}{suffix}-{_fingerprint(source, sampling)}"
     target = cache_path(str(cache), "converted") / name

@@ -30,7 +30,7 @@ def no_such_model(model: str) -> ConfigError:
     """The error for a name that is neither the demo model, a local path nor a hub id."""
     if model.startswith((".", "/", "~")) or model.lower().endswith(".gguf"):
         is_mount = model.startswith("/") and in_container()
-        mount = "; mount it into this container, with docker by -v" if is_mount else ""
+        mount = "; check the path; in a container, mount it (docker: -v)" if is_mount else ""
         return ConfigError(f"no such file or folder: {model}{mount}")
     return ConfigError(
         f"no such file or folder: {model}; a Hugging Face id has the form org/name, the demo "

@@ -7,7 +7,7 @@ def _problem(installed: Installed) -> str:
     if not installed.torch.endswith("+cpu"):
         return ""
     return (
-        f"device is 'cuda', and torch {installed.torch} is a CPU build; install a CUDA build, or "
+        f"--device is 'cuda', and torch {installed.torch} is a CPU build; install a CUDA build, or "
         "use --device cpu"
     )
 

@@ -10,7 +10,7 @@ def _problem(installed: Installed) -> str:
     if installed.has_module(RUNTIME):
         return ""
     return (
-        f"device is 'hpu', and {RUNTIME}, the Gaudi runtime, is not installed here: install it "
+        f"--device is 'hpu', and {RUNTIME}, the Gaudi runtime, is not installed here: install it "
         "with `make install-hpu` or use the HPU image; without a Gaudi, use --device cpu or "
         "hpu-emulator"
     )

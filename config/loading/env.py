@@ -318,14 +318,17 @@ def chosen_device(device: str) -> str:
     return "hpu" if is_installed(RUNTIME) else "cpu"
 
 
-def hpu_mode(config: EngineConfig) -> ModeChoice:
-    """The execution mode of a Gaudi or its emulator. Raises ConfigError."""
+def hpu_mode(config: EngineConfig, *, has_vendor_torch: bool = False) -> ModeChoice:
+    """The execution mode of a Gaudi or its emulator. Raises ConfigError.
+
+    `has_vendor_torch`: whether to assume the vendor's torch, for settings of another machine.
+    """
     is_emulated = chosen_device(config.device) == "hpu-emulator"
     return choose_mode(
         config.execution.mode,
         enforce_eager=config.enforce_eager,
         lazy_variable=os.environ.get("PT_HPU_LAZY_MODE"),
-        has_vendor_torch=is_emulated or _has_vendor_torch(),
+        has_vendor_torch=has_vendor_torch or is_emulated or _has_vendor_torch(),
         release=_runtime_release(config),
     )
 

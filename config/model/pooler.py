@@ -70,18 +70,18 @@ def choose_pooler(config: EngineConfig, model: ModelConfig) -> PoolerConfig | No
     if runner == "generate":
         if not generates:
             raise SettingError(
-                f"runner is 'generate', and {model.path} is a {architecture}, which is a pooling "
+                f"--runner is 'generate', and {model.path} is a {architecture}, which is a pooling "
                 "model: set --runner to auto or pooling"
             )
         if config.convert == "embed":
             raise SettingError(
-                "runner is 'generate' and convert is 'embed', which makes an embedding model: "
+                "--runner is 'generate' and --convert is 'embed', which makes an embedding model: "
                 "leave out one of the two"
             )
         return None
     if generates and config.convert == "none":
         raise SettingError(
-            f"runner is 'pooling' and convert is 'none', and {model.path} is a {architecture}, "
+            f"--runner is 'pooling' and --convert is 'none', and {model.path} is a {architecture}, "
             "which generates text unless it is converted: set --convert to auto or embed"
         )
     if not model.is_causal and model.layer_types:

@@ -171,7 +171,7 @@ def _device_problems(machine: Machine, device_name: str, cards: Preflight) -> It
 
 def _compressor(machine: Machine, config: EngineConfig) -> Iterator[Finding]:
     if config.quantization == INC and not machine.has_module(MODULE):
-        what = f"quantization is {INC}, and Intel Neural Compressor is not installed here"
+        what = f"--quantization is {INC}, and Intel Neural Compressor is not installed here"
         yield Finding(ERROR, "compressor", what, f"pip install {PACKAGE}")
 
 

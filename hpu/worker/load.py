@@ -418,7 +418,7 @@ class _Loading:
         if block_bytes := sizes.full_block:
             num_seqs = self.config.scheduler.max_num_seqs
             demand = KVCacheDemand(block_size, block_bytes, self.max_model_len, num_seqs)
-            check_configured(self.config.cache, demand)
+            check_configured(self.config.cache, demand, self.backend.memory()[1])
 
     def pooling_model(self, pooler: PoolerConfig) -> _Parts:
         """Load a pooling model."""

@@ -151,12 +151,7 @@ def split_memory(
         count = num_blocks(plan.kv, demand.block_bytes)
         fix = "raise --gpu-memory-utilization, or lower --max-num-batched-tokens"
     _check_context(count, demand, fix)
-    needed = (count + 1) * demand.block_bytes
-    if needed > free:
-        raise ConfigError(
-            f"{count} KV blocks take {bytes_text(needed)}, {bytes_text(free)} are "
-            f"free: lower --num-gpu-blocks-override or --kv-cache-memory-bytes"
-        )
+    _check_room(count, demand, free, f"{bytes_text(free)} are free")
     return MemorySplit(count, int(plan.graphs), int(plan.usable))
 
 
@@ -180,11 +175,13 @@ def host_rule(cache: CacheConfig, demand: KVCacheDemand) -> str:
     )
 
 
-def check_configured(cache: CacheConfig, demand: KVCacheDemand) -> None:
-    """Raise ConfigError if the configured KV cache is too small for a full context. Can be called
-    before the weights are loaded."""
+def check_configured(cache: CacheConfig, demand: KVCacheDemand, total_bytes: int) -> None:
+    """Raise ConfigError if the configured KV cache is too small for a full context, or larger than
+    `total_bytes`, the memory of the device. Can be called before the weights are loaded."""
     if configured := _configured(cache, demand):
-        _check_context(configured[0], demand, configured[1])
+        count, fix = configured
+        _check_context(count, demand, fix)
+        _check_room(count, demand, total_bytes, f"the device has {bytes_text(total_bytes)}")
 
 
 def _configured(cache: CacheConfig, demand: KVCacheDemand) -> tuple[int, str] | None:
@@ -208,6 +205,17 @@ def _check_context(count: int, demand: KVCacheDemand, fix: str) -> None:
         f"{demand.max_model_len} tokens needs {demand.context_blocks} blocks "
         f"({bytes_text(demand.context_bytes)}): {advice}"
     )
+
+
+def _check_room(count: int, demand: KVCacheDemand, room_bytes: int, room: str) -> None:
+    """Raise ConfigError if `count` KV blocks and the pad block exceed `room_bytes`; `room`: words
+    for the error."""
+    needed = (count + 1) * demand.block_bytes
+    if needed > room_bytes:
+        raise ConfigError(
+            f"{count} KV blocks take {bytes_text(needed)}, {room}: lower "
+            "--num-gpu-blocks-override or --kv-cache-memory-bytes"
+        )
 
 
 def _rounded_up(demand: KVCacheDemand) -> str:

@@ -67,9 +67,13 @@ NOT_SERVED = (
         "The client runs the tools and stores their files.",
     ),
     (re.compile("/v1/update_models"), "A server has a single model: start a server for each."),
+    (
+        re.compile("/generate(_stream)?$"),
+        "The API of TGI is not served: set the client to OpenAI's API at /v1.",
+    ),
     (re.compile(".*/derender$"), "/detokenize returns the text of token ids."),
 )
-"""(path pattern of routes of OpenAI and vLLM that do not exist here, sentence added to the 404
+"""(path pattern of routes of OpenAI, vLLM and TGI that do not exist here, sentence added to the 404
 message)."""
 
 

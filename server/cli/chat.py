@@ -3,24 +3,23 @@
 import argparse
 import asyncio
 import contextlib
-import dataclasses
 import json
 import re
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
 from config.checkpoint.demo import NAMES
 from config.errors import CommandFailed
 from config.loading.parser import FlagParser
-from config.loading.sources import DEFAULT, Loaded, load
+from config.loading.sources import Loaded, load
 from config.loading.values import nearest
-from config.progress import ProgressLines
 from server.cli.bench.openai import first_model
 from server.cli.flags import command_parser
 from server.cli.http_client import HttpClient, HttpFailure, add_base_url, key_for
-from server.cli.private_server import PrivateServer
+from server.cli.private_server import PrivateServer, quiet
 from server.cli.selftest import served
 
 DESCRIPTION = """\
@@ -32,6 +31,7 @@ PATH = "/v1/chat/completions"
 TOKENIZE_PATH = "/tokenize"
 MAX_TOKENS = 1024
 """Default token limit of a reply, because small models may repeat themselves forever."""
+MAX_PERIOD, MIN_REPEATS, MIN_CHARACTERS = 400, 4, 400
 DIM, NORMAL = "\x1b[2m", "\x1b[0m"
 LEAVE = ("/exit", "/quit")
 HELP = "/help"
@@ -39,7 +39,6 @@ NAMES_OF_COMMANDS = ("/clear", "/system", HELP, *LEAVE)
 COMMANDS = ", ".join(("/clear", "/system TEXT", HELP, *LEAVE))
 COMMAND = re.compile(r"/[a-z]+")
 """Form of a command's first word. A message can match too, such as a path /usr."""
-CLEAR_LINE = "\r\x1b[K"
 
 
 def chat_parser() -> FlagParser:
@@ -75,7 +74,7 @@ def main(argv: list[str]) -> int:
     server = None
     if loaded.arguments.base_url is None:
         loaded = served(loaded, loaded, chat_parser())
-        server = PrivateServer(loaded.engine, _quiet(loaded))
+        server = PrivateServer(loaded.engine, quiet(loaded))
     try:
         return _Terminal(loop, loaded, server).run()
     finally:
@@ -84,11 +83,16 @@ def main(argv: list[str]) -> int:
             server.close()
 
 
-def _quiet(loaded: Loaded) -> Any:
-    """Server settings that log only errors, unless the user set a log level."""
-    if loaded.sources["log-level"][1] != DEFAULT:
-        return loaded.server
-    return dataclasses.replace(loaded.server, log_level="error")
+def repeats(text: str) -> bool:
+    """Whether the end of `text` repeats itself: the same characters MIN_REPEATS times, over
+    MIN_CHARACTERS. The page has the same rule (server/page/repetition.js)."""
+    for period in range(1, MAX_PERIOD + 1):
+        length = max(MIN_CHARACTERS, MIN_REPEATS * period)
+        if length > len(text):
+            return False
+        if text[-length + period :] == text[-length:-period]:
+            return True
+    return False
 
 
 def unknown_command(text: str) -> str:
@@ -162,14 +166,7 @@ class _Terminal:
 
     async def _open(self) -> None:
         if self._server is not None:
-            if sys.stderr.isatty():
-                await self._server.wait_ready(self._client, _draw)
-                _draw("")
-            else:
-                with ProgressLines(prefix="") as lines:
-                    await self._server.wait_ready(
-                        self._client, lambda stage: lines.show(lambda: stage)
-                    )
+            await self._server.show_until_ready(self._client)
         if self._model is None:
             self._model = await first_model(self._client)
 
@@ -186,7 +183,7 @@ class _Terminal:
         # Not KeyboardInterrupt, which can be raised anywhere in the event loop.
         self._loop.add_signal_handler(signal.SIGINT, stop.set)
         try:
-            self._loop.run_until_complete(self._print_until(stop, answer))
+            cut = self._loop.run_until_complete(self._print_until(stop, answer))
         except HttpFailure as error:
             self._messages.pop()
             if answer:
@@ -196,34 +193,54 @@ class _Terminal:
         finally:
             self._loop.remove_signal_handler(signal.SIGINT)
         print()
+        if cut:
+            print(f"({cut})", file=sys.stderr)
         self._messages.append({"role": "assistant", "content": "".join(answer)})
         return True
 
-    async def _print_until(self, stop: asyncio.Event, answer: list[str]) -> None:
+    async def _print_until(self, stop: asyncio.Event, answer: list[str]) -> str:
+        """Like `_print_answer`, until `stop` is set."""
         printing = asyncio.ensure_future(self._print_answer(answer))
         stopping = asyncio.ensure_future(stop.wait())
         await asyncio.wait((printing, stopping), return_when=asyncio.FIRST_COMPLETED)
         if printing.done():
             stopping.cancel()
-            printing.result()
-        else:
-            printing.cancel()
-            await asyncio.wait((printing,))
+            return printing.result()
+        printing.cancel()
+        await asyncio.wait((printing,))
+        return ""
 
-    async def _print_answer(self, answer: list[str]) -> None:
+    async def _print_answer(self, answer: list[str]) -> str:
+        """Print the answer as it arrives; returns why it was cut, empty for a complete answer."""
         body = {"model": self._model, "messages": self._messages}
-        body |= {"stream": True, "max_tokens": await self._max_tokens(body)}
-        thinks = False
-        async for delta in self._deltas(body):
-            thought = delta.get("reasoning_content") or delta.get("reasoning")
-            if bool(thought) != thinks and self._is_terminal:
-                print(DIM if thought else NORMAL, end="")
-            thinks = bool(thought)
-            content = delta.get("content") or ""
-            answer.append(content)
-            print(thought or content, end="", flush=True)
+        max_tokens = await self._max_tokens(body)
+        body |= {"stream": True, "max_tokens": max_tokens}
+        thinks, cut = False, ""
+        # The end of the answer or of the thoughts, whichever is printed.
+        tail = ""
+        async with aclosing(self._choices(body)) as choices:
+            async for choice in choices:
+                delta = choice["delta"]
+                thought = delta.get("reasoning_content") or delta.get("reasoning")
+                if bool(thought) != thinks:
+                    tail = ""
+                    if self._is_terminal:
+                        print(DIM if thought else NORMAL, end="")
+                thinks = bool(thought)
+                content = delta.get("content") or ""
+                answer.append(content)
+                print(thought or content, end="", flush=True)
+                tail = (tail + (thought or content))[-MIN_REPEATS * MAX_PERIOD :]
+                if choice.get("finish_reason") == "length":
+                    is_flag = max_tokens == self._arguments.max_tokens
+                    limit = "--max-tokens" if is_flag else "the context is full"
+                    cut = f"ended at {max_tokens} tokens: {limit}"
+                elif repeats(tail):
+                    cut = "ended: the answer repeats itself"
+                    break
         if thinks and self._is_terminal:
             print(NORMAL, end="")
+        return cut
 
     async def _max_tokens(self, body: dict[str, Any]) -> int:
         wanted: int = self._arguments.max_tokens
@@ -236,15 +253,12 @@ class _Terminal:
         # If no tokens are left, the server returns the error.
         return min(wanted, max(1, left))
 
-    async def _deltas(self, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-        async for data in self._client.events(PATH, body):
-            event = json.loads(data)
-            if error := event.get("error"):
-                raise HttpFailure(str(error.get("message", error)))
-            for choice in event["choices"]:
-                yield choice["delta"]
-
-
-def _draw(stage: str) -> None:
-    """Replace the last line of the terminal by `stage`."""
-    print(f"{CLEAR_LINE}{stage}", end="", file=sys.stderr, flush=True)
+    async def _choices(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+        # Closed at once if the caller stops early, so that the server stops as well.
+        async with aclosing(self._client.events(PATH, body)) as events:
+            async for data in events:
+                event = json.loads(data)
+                if error := event.get("error"):
+                    raise HttpFailure(str(error.get("message", error)))
+                for choice in event["choices"]:
+                    yield choice

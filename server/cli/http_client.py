@@ -9,7 +9,7 @@ import argparse
 import asyncio
 import socket
 import ssl
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -116,7 +116,10 @@ class HttpClient:
         self._host = url.hostname
         self._port = port or (443 if self._tls else 80)
         path = url.path.rstrip("/")
-        self._prefix = path.removesuffix("/v1")
+        # The URL of a route is accepted as well as the base URL of OpenAI's clients.
+        for route in ("/chat/completions", "/completions", "/v1"):
+            path = path.removesuffix(route)
+        self._prefix = path
         self._headers = f"Host: {url.netloc}\r\nContent-Type: application/json\r\n"
         fields = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         for name, value in {**fields, **headers}.items():
@@ -173,7 +176,7 @@ class HttpClient:
                 )
         return b"".join(pieces)
 
-    async def events(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[bytes]:
+    async def events(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[bytes, None]:
         """The `data:` of each server-sent event as it arrives, without [DONE]. Raises HttpFailure,
         and MissingDone for a stream without [DONE]."""
         connection, head = await self._send("POST", path, body)

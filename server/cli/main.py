@@ -230,20 +230,33 @@ def _config(argv: list[str]) -> int:
     if loaded.arguments.changed:
         shown = {key: row for key, row in shown.items() if row[1] != DEFAULT}
     print((_as_json if loaded.arguments.json else _as_table)(shown))
-    unread = dict(_unread(loaded.engine))
+    mode, note = _mode(loaded.engine)
+    unread = dict(_unread(loaded.engine, mode))
+    # JSON on stdout is for programs.
+    file = sys.stderr if loaded.arguments.json else sys.stdout
     if without_effect := {**loaded.without_effect, **unread, **ignored_variables(environment())}:
-        # JSON on stdout is for programs.
-        file = sys.stderr if loaded.arguments.json else sys.stdout
         print(f"\nwithout effect here: {_with_reasons(without_effect)}", file=file)
+    if note:
+        print(f"\n`serve` would fail on this machine: {note}", file=file)
     return 0
 
 
-def _unread(engine: EngineConfig) -> list[tuple[str, str]]:
-    """(flag, reason) of changed settings that the device or another setting leaves without
-    effect."""
+def _mode(engine: EngineConfig) -> tuple[str, str]:
+    """(execution mode, why this machine cannot run it). The mode is empty if the device is no
+    Gaudi. Raises ConfigError for settings that contradict each other on every machine."""
+    if not DEVICES[chosen_device(engine.device)].is_gaudi:
+        return "", ""
+    try:
+        return hpu_mode(engine).mode, ""
+    except ConfigError as error:
+        return hpu_mode(engine, has_vendor_torch=True).mode, str(error)
+
+
+def _unread(engine: EngineConfig, mode: str) -> list[tuple[str, str]]:
+    """(flag, reason) of changed settings that the device or another setting leaves without effect.
+    `mode`: the execution mode of a Gaudi."""
     device = chosen_device(engine.device)
     if DEVICES[device].is_gaudi:
-        mode = hpu_mode(engine).mode
         return engine.execution.unread_in(mode, uses_compressor=engine.quantization == INC)
     unread = [(flag, "only a Gaudi reads it") for flag in engine.execution.changed_on_gaudi]
     utilization = engine.cache.gpu_memory_utilization

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,12 +11,17 @@ import msgspec
 
 from config.engine import EngineConfig
 from config.errors import EngineDied, ReasonPrinted
+from config.loading.sources import DEFAULT, Loaded
+from config.progress import ProgressLines
 from config.server import ServerConfig
 from engine.client.launcher import ChildProcess, SocketDirectory, python_command
 from server.cli.http_client import UNIX, HttpClient, HttpFailure
 
 POLL_S = 0.1
 STOP_S = 10.0
+NOT_LISTENING = "The server is starting: importing modules"
+"""Stage before the server answers."""
+CLEAR_LINE = "\r\x1b[K"
 WITH_REASON = (1, 2)
 """Exit statuses of a server that has printed the reason."""
 
@@ -53,8 +59,10 @@ class PrivateServer:
     async def wait_ready(
         self, client: HttpClient, on_stage: Callable[[str], None] = lambda stage: None
     ) -> None:
-        """Wait until the server is ready. `on_stage` is called with the current start-up stage.
+        """Wait until the server is ready. `on_stage` is called with the current start-up stage, as
+        `The server is starting: loading the weights`; empty if the server stops.
         Raises ReasonPrinted or EngineDied if the server exits."""
+        has_answered = False
         while True:
             if self.exit_code is not None:
                 if self.exit_code in WITH_REASON:
@@ -63,13 +71,24 @@ class PrivateServer:
             try:
                 answer = await client.ask("GET", "/ready")
             except HttpFailure:
-                # The server is not listening yet.
-                answer = None
-            if answer is not None and answer.status == 200:
-                return
-            if answer is not None:
-                on_stage(_message(answer.content))
+                # After an answer, the server has stopped and prints its reason.
+                stage = "" if has_answered else NOT_LISTENING
+            else:
+                if answer.status == 200:
+                    return
+                has_answered, stage = True, _message(answer.content)
+            on_stage(stage)
             await asyncio.sleep(POLL_S)
+
+    async def show_until_ready(self, client: HttpClient) -> None:
+        """Like `wait_ready`, and shows the stages on stderr: in a line of the terminal that is
+        replaced, otherwise in a line every few seconds."""
+        if sys.stderr.isatty():
+            await self.wait_ready(client, _draw)
+            _draw("")
+        else:
+            with ProgressLines(prefix="") as lines:
+                await self.wait_ready(client, lambda stage: lines.show(lambda: stage))
 
     def close(self) -> None:
         """Stop the server and wait for its exit."""
@@ -77,9 +96,21 @@ class PrivateServer:
         self._directory.close()
 
 
+def quiet(loaded: Loaded) -> ServerConfig:
+    """Server settings that log only errors, unless the user set a log level."""
+    if loaded.sources["log-level"][1] != DEFAULT:
+        return loaded.server
+    return dataclasses.replace(loaded.server, log_level="error")
+
+
+def _draw(stage: str) -> None:
+    """Replace the last line of the terminal by `stage`."""
+    print(f"{CLEAR_LINE}{stage}", end="", file=sys.stderr, flush=True)
+
+
 def _message(content: bytes) -> str:
     try:
         body = msgspec.json.decode(content)
-        return str(body["error"]["message"])
+        return str(body["error"]["message"]).rstrip(".")
     except (msgspec.DecodeError, LookupError, TypeError):
         return ""

@@ -34,7 +34,7 @@ from server.cli.http_client import (
     key_for,
 )
 from server.cli.main import log_spellings
-from server.cli.private_server import PrivateServer
+from server.cli.private_server import PrivateServer, quiet
 from server.cli.selftest import served
 
 DESCRIPTION = """\
@@ -119,12 +119,12 @@ async def _run(
         return
     server = None
     if arguments.base_url is None:
-        server = PrivateServer(served(loaded, loaded, batch_parser()).engine, loaded.server)
+        server = PrivateServer(served(loaded, loaded, batch_parser()).engine, quiet(loaded))
     key = key_for(loaded.server.api_keys, arguments.base_url)
     client = HttpClient(arguments.base_url or server_url(server), key)
     try:
         if server is not None:
-            await server.wait_ready(client)
+            await server.show_until_ready(client)
         else:
             # Check the key and the URL first: if wrong, every line would get a permanent error.
             await client.call("GET", MODELS_PATH)

@@ -558,6 +558,9 @@ class ApiServer:
                 listed = " or ".join(map(json.dumps, adapters))
                 logger.info('Requests name an adapter by "model": %s', listed)
             self._log_memory(ready)
+            # A server on a socket may belong to a command that handles Ctrl-C itself.
+            if sys.stderr.isatty() and config.uds is None:
+                logger.info("Ctrl-C stops the server")
         if ready.device == EMULATOR:
             logger.warning(
                 "The Gaudi is emulated on the CPU, for tests; times and memory of this server do "

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from config.engine import EngineConfig
 from config.errors import EngineDied, NotFound, Overloaded, UserError
+from config.progress import STARTING
 from config.server import ServerConfig
 from engine.client.base import EngineClient
 from engine.transport.messages import AWAKE
@@ -81,7 +82,7 @@ class AppState:
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
     max_model_len: int = 0
     is_draining: bool = False
-    stage: str = "starting"
+    stage: str = STARTING
     """Start-up stage that is shown until the engine reports its own progress."""
     active_requests: set[RequestTracker[Any]] = field(default_factory=set)
     """Requests in the engine; bounded by the engine client's limits on the queue and the batch."""

@@ -62,7 +62,7 @@ def test_bare_names_finds_settings_without_leading_dashes() -> None:
 @pytest.mark.parametrize(
     ("flag", "message"),
     [
-        ("--max-num-seqs=0", "--max-num-seqs is 0, it must be at least 1"),
+        ("--max-num-seqs=0", "--max-num-seqs is 0, it must be between 1 and 65536"),
         ("--max-num-seqs=x", "--max-num-seqs is 'x', it must be a whole number"),
         ("--port=70000", "--port is 70000, it must be between 0 and 65535"),
     ],

@@ -16,7 +16,7 @@ from collections.abc import Callable
 import pytest
 
 from config import progress
-from config.progress import INTERVAL_S, Bar, ProgressLines, ProgressReporter
+from config.progress import INTERVAL_S, STARTING, Bar, ProgressLines, ProgressReporter
 
 
 class Terminal(io.StringIO):
@@ -109,8 +109,10 @@ def test_a_start_is_silent_for_no_longer_than_the_interval() -> None:
     assert INTERVAL_S == 5
 
 
-def test_a_start_without_a_known_stage_says_that_it_starts() -> None:
-    assert ProgressReporter(0.0).line("starting", 5.0) == "Starting"
+def test_a_start_without_a_known_stage_says_what_it_does() -> None:
+    line = "Starting: importing modules and reading the checkpoint"
+
+    assert ProgressReporter(0.0).line(STARTING, 5.0) == line
 
 
 def test_beside_a_bar_a_line_is_logged_only_while_the_bar_stands_still() -> None:

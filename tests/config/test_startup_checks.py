@@ -103,7 +103,9 @@ def test_a_checkpoint_that_no_worker_could_read_is_refused(tmp_path: Path) -> No
     importlib.util.find_spec("habana_frameworks") is not None, reason="a Gaudi's software is here"
 )
 def test_a_gaudi_without_its_runtime_is_refused_and_an_emulated_card_is_not() -> None:
-    with pytest.raises(ConfigError, match=r"'hpu', and habana_frameworks.* hpu-emulator"):
+    with pytest.raises(
+        ConfigError, match=r"^--device is 'hpu', and habana_frameworks.* hpu-emulator"
+    ):
         check_device("hpu")
 
     for device in ("auto", "cpu", "hpu-emulator"):

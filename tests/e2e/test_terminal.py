@@ -177,6 +177,30 @@ def test_a_terminal_chat_answers_and_forgets_the_conversation_on_clear(chat: Ter
     assert not any(map(alive, family))
 
 
+def test_a_server_in_a_terminal_says_how_to_stop_it(tiny_model: str) -> None:
+    terminal = Terminal(*COMMAND, "serve", tiny_model, *FLAGS, "--port=0")
+    try:
+        terminal.wait_for("Ready after")
+        terminal.wait_for("Ctrl-C stops the server")
+        terminal.process.send_signal(signal.SIGINT)
+        terminal.wait_for("\n")
+        assert terminal.process.wait(WAIT_S) == 0
+    finally:
+        terminal.close()
+
+
+def test_a_batch_prints_no_log_of_its_server(tiny_model: str, tmp_path: Path) -> None:
+    write_batch(tmp_path / "in", 1, max_tokens=2)
+
+    done = subprocess.run(
+        batch(tmp_path, tiny_model, *FLAGS),
+        **{"cwd": ROOT, "capture_output": True, "text": True, "timeout": 120},
+    )
+
+    assert done.stdout == "1 line answered, 0 of them with an error\n"
+    assert "Ready after" not in done.stderr and "POST /v1" not in done.stderr
+
+
 @pytest.mark.parametrize(
     ("flags", "status", "reason"),
     [

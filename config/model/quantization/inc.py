@@ -72,7 +72,7 @@ def read_quant_config(path: str | None) -> QuantConfig:
     """Read the file of --quant-config or QUANT_CONFIG. Raises ConfigError."""
     if path is None:
         raise ConfigError(
-            f"quantization is {INC}, and neither {VARIABLE} nor --quant-config names the "
+            f"--quantization is {INC}, and neither {VARIABLE} nor --quant-config names the "
             "compressor's file: set one of them to the file that `gaudiserve calibrate` writes"
         )
     try:

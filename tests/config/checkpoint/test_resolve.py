@@ -119,7 +119,8 @@ def test_a_missing_folder_has_the_hint_of_a_mount_only_in_a_container(
     (tmp_path / mark).parent.mkdir(exist_ok=True)
     (tmp_path / mark).touch()
 
-    with pytest.raises(ConfigError, match="/no/such/place; mount it into this container"):
+    advice = r"; check the path; in a container, mount it \(docker: -v\)$"
+    with pytest.raises(ConfigError, match=f"folder: /no/such/place{advice}"):
         resolve("/no/such/place")
     with pytest.raises(ConfigError, match=r"folder: \./nosuch$"):
         resolve("./nosuch")

@@ -238,11 +238,12 @@ def test_a_bucket_file_selects_the_file_strategy() -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
+        (["--max-num-seqs=1000000000"], "--max-num-seqs is 1000000000, it must be between 1 and "),
         (["--max-modellen", "3"], "--max-modellen is not a flag.*did you mean --max-model-len"),
         (["--dtype", "bf16"], r"dtype is 'bf16'.*did you mean bfloat16\?$"),
         (["--port", "99999"], r"port is 99999.* 0 and 65535$"),
         (["-tp", "0"], "^--tensor-parallel-size is 0, it must be at least 1$"),
-        (["--max-num-seqs", "0"], "^--max-num-seqs is 0, it must be at least 1$"),
+        (["--max-num-seqs", "0"], "^--max-num-seqs is 0, it must be between 1 and 65536$"),
         (["--decode-bs-bucket-step", "0"], "^--decode-bs-bucket-step is 0, it must be at least 1$"),
         (["--prompt-ctx-bucket-min=-1"], "^--prompt-ctx-bucket-min is -1, it must be at least 0$"),
         (

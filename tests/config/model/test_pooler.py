@@ -64,9 +64,9 @@ def test_a_language_model_generates_unless_its_files_or_the_operator_select_pool
     assert chosen(folder) is None
     assert given(folder, runner="pooling").modes == ("lasttoken",)
     assert given(folder, convert="embed").modes == ("lasttoken",)
-    with pytest.raises(ConfigError, match="'generate' and convert is 'embed'"):
+    with pytest.raises(ConfigError, match="'generate' and --convert is 'embed'"):
         chosen(folder, runner="generate", convert="embed")
-    with pytest.raises(ConfigError, match="convert is 'none'"):
+    with pytest.raises(ConfigError, match="--runner is 'pooling' and --convert is 'none'"):
         chosen(folder, runner="pooling", convert="none")
     write_modules(folder, "Transformer", "Pooling", pooling={"pooling_mode_lasttoken": True})
     assert given(folder).modes == ("lasttoken",)

@@ -188,7 +188,7 @@ def test_the_compressor_is_an_error_only_where_it_is_needed_and_missing(
     assert examined(gaudi).can_serve
     assert not missing.can_serve
     assert (
-        "error quantization is inc, and Intel Neural Compressor is not installed here\n"
+        "error --quantization is inc, and Intel Neural Compressor is not installed here\n"
         "        pip install neural-compressor-pt"
     ) in as_text(missing)
     gaudi.modules.add("neural_compressor")

@@ -161,10 +161,20 @@ def test_the_suggested_size_is_the_minimum_that_serves(
 @pytest.mark.parametrize("setting", ["kv_cache_memory_bytes", "num_blocks"])
 def test_a_configured_cache_is_refused_before_the_free_memory_is_known(setting: str) -> None:
     with pytest.raises(ConfigError, match=f"needs {DEMAND.context_blocks} blocks"):
-        check_configured(CacheConfig(**{setting: 5}), DEMAND)
+        check_configured(CacheConfig(**{setting: 5}), DEMAND, 10**9)
 
-    check_configured(CacheConfig(**{setting: 8_000}), DEMAND)
-    check_configured(CacheConfig(), DEMAND)
+    check_configured(CacheConfig(**{setting: 8_000}), DEMAND, 10**9)
+    check_configured(CacheConfig(), DEMAND, 0)
+
+
+@pytest.mark.parametrize("setting", ["kv_cache_memory_bytes", "num_blocks"])
+def test_a_configured_cache_above_the_memory_of_the_device_is_refused_before_loading(
+    setting: str,
+) -> None:
+    with pytest.raises(
+        ConfigError, match=r"take .*, the device has .*: lower --num-gpu"
+    ):
+        check_configured(CacheConfig(**{setting: 80_000}), DEMAND, 10_000)
 
 
 def test_a_host_with_too_little_memory_suggests_a_size_that_serves() -> None:

@@ -114,6 +114,17 @@ async def test_a_missing_path_is_reported_as_a_wrong_url() -> None:
     )
 
 
+@pytest.mark.parametrize("path", ["", "/v1", "/v1/", "/v1/chat/completions", "/v1/completions/"])
+async def test_the_url_of_a_route_is_accepted_as_the_base_url(path: str) -> None:
+    body = b'{"object": "list"}'
+    async with listening(refusal(200, body)) as address:
+        client = HttpClient(f"http://{address}/prefix{path}")
+
+        assert await client.call("GET", "/v1/models") == {"object": "list"}
+        assert client._prefix == "/prefix"
+        await client.close()
+
+
 async def test_a_page_instead_of_json_is_reported_as_a_wrong_url() -> None:
     async with listening(refusal(200, b"<html>")) as address:
         said = await failure(f"http://{address}")

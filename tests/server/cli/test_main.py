@@ -304,6 +304,30 @@ def test_config_names_flags_without_effect_on_the_device(
     assert _lines(capsys)[-1] == f"without effect here: {expected}"
 
 
+@pytest.mark.parametrize("form", [[], ["--json"]])
+def test_config_of_a_gaudi_on_a_machine_without_its_torch_has_a_note(
+    form: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PT_HPU_LAZY_MODE", "1")
+
+    assert main(["config", "--changed", "m", "--device=hpu", *form]) == 0
+
+    printed = capsys.readouterr()
+    assert '"hpu"' in printed.out if form else "hpu " in printed.out
+    last = (printed.err if form else printed.out).splitlines()[-1]
+    assert last.startswith("`serve` would fail on this machine: execution mode 'hpu-graphs' (")
+
+
+def test_config_refuses_settings_that_contradict_each_other(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PT_HPU_LAZY_MODE", "1")
+
+    assert main(["config", "m", "--device=hpu", "--execution-mode=torch-compile"]) == 2
+
+    assert "this mode needs 0" in capsys.readouterr().err
+
+
 def test_config_changed_prints_only_what_a_source_sets(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -330,6 +330,8 @@ async def test_unknown_models_routes_and_methods_have_their_own_errors() -> None
         ("POST", "/v1/conversations", 404, "/v1/responses continues conversations that it stores."),
         ("GET", "/v1/vector_stores", 404, "The client runs the tools and stores their files."),
         ("POST", "/v1/update_models", 404, "A server has a single model"),
+        ("POST", "/generate", 404, "/generate. The API of TGI is not served: set the client to"),
+        ("POST", "/generate_stream", 404, "set the client to OpenAI's API at /v1."),
         ("POST", "/v1/chat/completions/derender", 404, "/detokenize returns the text"),
         ("PUT", "/v1/completions", 405, "/v1/completions takes POST, not PUT."),
         ("PATCH", "/v1/responses/resp_1", 405, "takes DELETE, GET, not PATCH."),
