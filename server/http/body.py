@@ -19,7 +19,13 @@ from config.fair_threads import FairThreads, current_client
 from config.malloc import trim_memory
 from server.http.access_log import MAX_IGNORED_FIELDS, RequestRecord, record_of
 from server.http.errors import ClientGone, RequestTooLarge, UnsupportedMediaType, user_error_from
-from server.http.held_bodies import MAX_VALUES_BYTES, HeldBodies, HeldBody, decoded_bytes
+from server.http.held_bodies import (
+    MAX_OVERCOMMIT,
+    MAX_VALUES_BYTES,
+    HeldBodies,
+    HeldBody,
+    decoded_bytes,
+)
 from server.http.json_decoder import PIECE_BYTES, decode_json
 from server.http.json_encoder import PIECE_WEIGHT, json_pieces, slices_of, weighs_more
 from server.http.pacing import LoopPacer
@@ -156,12 +162,13 @@ class BodyReader:
 
     def _check_size(self, size: int, client: str) -> None:
         """Raise RequestTooLarge for a body that is too large, and Overloaded if the limit on all
-        bodies and the share of `client` are exceeded."""
+        bodies and the share of `client` are exceeded, or MAX_OVERCOMMIT times the limit."""
         if size > self._max_bytes:
             raise _too_large(f"more than {self._max_bytes}", self._max_bytes)
         max_buffered = self._max_buffered(size)
         share = max_buffered // len(self._buffered_of)
-        if self._num_buffered_bytes > max_buffered and self._buffered_of[client] > share:
+        is_in_share = self._buffered_of[client] <= share
+        if self._num_buffered_bytes > max_buffered * (MAX_OVERCOMMIT if is_in_share else 1):
             raise Overloaded(
                 f"the request bodies in memory have {self._num_buffered_bytes} bytes, at most "
                 f"{max_buffered} are allowed"

@@ -19,6 +19,8 @@ KEY_BYTES = 64
 MAX_VALUES_BYTES = VALUE_BYTES * MAX_VALUES + (OBJECT_BYTES + KEY_BYTES) * MAX_OBJECTS
 """Maximum memory beyond the text of a body that the decoder accepts. `decoded_bytes` also counts
 brackets inside strings."""
+MAX_OVERCOMMIT = 2
+"""Maximum memory of all bodies with the shares of clients, in multiples of the limit."""
 MAX_WAIT_S = 30.0
 """Maximum time that a body waits until other bodies free memory."""
 MAX_WAITING = 4_096
@@ -156,7 +158,8 @@ class HeldBodies:
         client, num_bytes, max_bytes = body
         num_total, own = self.num_bytes, self._of_client.get(client, 0)
         fits = not num_total or num_total + num_bytes <= max_bytes
-        if not (fits or own + num_bytes <= max_bytes // num_clients):
+        is_in_share = own + num_bytes <= max_bytes // num_clients
+        if not (fits or (is_in_share and num_total + num_bytes <= MAX_OVERCOMMIT * max_bytes)):
             return False
         self._num_bytes += num_bytes
         if num_bytes:

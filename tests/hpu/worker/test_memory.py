@@ -171,9 +171,7 @@ def test_a_configured_cache_is_refused_before_the_free_memory_is_known(setting: 
 def test_a_configured_cache_above_the_memory_of_the_device_is_refused_before_loading(
     setting: str,
 ) -> None:
-    with pytest.raises(
-        ConfigError, match=r"take .*, the device has .*: lower --num-gpu"
-    ):
+    with pytest.raises(ConfigError, match=r"take .*, the device has .*: lower --num-gpu"):
         check_configured(CacheConfig(**{setting: 80_000}), DEMAND, 10_000)
 
 

@@ -1,6 +1,7 @@
 """Memory of decoded bodies: clients share it."""
 
 import asyncio
+import contextlib
 import time
 
 import pytest
@@ -25,6 +26,20 @@ async def test_a_client_that_fills_the_memory_does_not_lock_out_another_client()
     full.free()
     held.free()
     assert bodies.num_bytes == 0
+
+
+async def test_shares_of_many_clients_hold_at_most_twice_the_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(held_bodies, "MAX_WAIT_S", 0.01)
+    bodies = HeldBodies()
+    held = []
+
+    for number in range(1, 60):
+        with contextlib.suppress(Overloaded):
+            held.append(await bodies.hold(1_000 // number, 1_000, f"client {number}"))
+
+    assert 1_500 < bodies.num_bytes <= 2_000
 
 
 async def test_a_client_waits_beyond_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
