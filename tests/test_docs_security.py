@@ -84,7 +84,8 @@ def isolation(limits: compilation.Limits) -> str:
         f"| body | {DEFAULTS.max_body_bytes // MIB} MiB, then 413",
         f"| bodies that are received at once | {body.MAX_BUFFERED_BODIES} times the largest size "
         f"in total, then 503; {body.MAX_SMALL_BODIES * body.LARGE_BODY_BYTES // MIB} MiB more for "
-        f"bodies of at most {body.LARGE_BODY_BYTES // MIB} MiB; more only for",
+        f"bodies of at most {body.LARGE_BODY_BYTES // MIB} MiB; up to "
+        f"{held_bodies.MAX_OVERCOMMIT} times as much only for a client",
         f"further bodies wait up to {held_bodies.MAX_WAIT_S:g} s, then 503, and at most "
         f"{held_bodies.MAX_WAITING:,} of a client wait",
         f"| connections that receive stored streams | {stored.MAX_FOLLOWERS_PER_RESPONSE} for a "

@@ -12,7 +12,7 @@ const WORDS = {
   failed: ({ reason }) => `The engine has failed: ${reason}. The server's log says more.`,
 };
 
-const stage = (progress) => (progress === "starting" ? "The server is starting" : `The server is starting: ${progress}`);
+const stage = (progress) => `The server is starting: ${progress}`;
 
 // `status` is connecting, unreachable, key needed, or the server's; `facts` is null unless it was read just now.
 export const server = { status: "connecting", facts: null, isKeyRefused: false };
