@@ -436,7 +436,7 @@ def _json(text: str) -> str:
         return LLMatcher.grammar_from_json_schema(schema, overrides=JSON_FORM)
     except (ValueError, RecursionError) as error:
         reason = plain_reason(_first_part(str(error)))
-        raise _error(f"the schema cannot be compiled: {reason}") from None
+        raise _error(f"the json cannot be compiled: {reason}") from None
 
 
 def _regex(text: str) -> str:
