@@ -30,6 +30,8 @@ PAGE_TESTS := tests/page
 .PHONY: help install install-hpu install-dev serve test test-slow test-overload test-resume test-clients test-cuda test-hpu test-deploy test-docs test-kernels test-fuzz test-page test-parallel test-quantizers page-libraries page-pictures reference lint style format bench bench-cuda clean
 
 help: ## Show this list
+	@echo "To start a server in a fresh clone: make serve. To test: make test."
+	@echo
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
 	@echo "  PORT=$(PORT)  MODEL=folder, .gguf file or hub id  ARGS='more flags'"

@@ -1,5 +1,4 @@
-"""Measurements of benchmarks/host.py: the engine loop with a null device that times the engine from
-a result to the next plan."""
+"""The engine loop with a null device that times the engine from a result to the next plan."""
 
 import gc
 import resource

@@ -180,7 +180,6 @@ def load_model(folder: Path, num_layers: int, *, cached: bool) -> None:
 
 
 def main() -> None:
-    """Run a command."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

@@ -54,7 +54,7 @@ def part_sizes(page: str) -> Sizes:
 
 
 class Peak:
-    """Maximum size of each process, and of all of them, over several readings."""
+    """Maximum size of each process, and of all of them together, over several readings."""
 
     def __init__(self, pid: int, port: int) -> None:
         self.sizes: Sizes = {}

@@ -252,7 +252,6 @@ def markdown(data: Mapping[str, Any]) -> str:
 
 
 def main() -> int:
-    """Print the table, and write it as JSON and Markdown if asked to."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -208,7 +208,6 @@ def markdown(name: str, rows: Rows) -> str:
 
 
 def main() -> None:
-    """Measure the chosen parts, print the tables, and write the requested files."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

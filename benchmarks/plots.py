@@ -572,7 +572,6 @@ def _text(
 
 
 def main() -> int:
-    """Write the charts."""
     for name, chart in charts().items():
         (FOLDER / name).write_text(drawn(chart), encoding="utf-8")
     return 0

@@ -71,7 +71,7 @@ class Result:
 
     @property
     def imbalance(self) -> float:
-        """Requests of the busiest engine, divided by the mean."""
+        """Requests of the busiest engine, divided by the mean of the engines that got any."""
         counts = self.requests.values()
         return max(counts) * len(counts) / sum(counts)
 

@@ -23,7 +23,7 @@ from benchmarks.machine import machine
 
 SOURCE = Path(__file__).with_name("tiles.cpp")
 KINDS = ("products alone", "loads alone", "products with loads", "products with loads and zeros")
-"""In the order of tiles.cpp."""
+"""Kinds of measurement, in the order of tiles.cpp."""
 STEPS, PER_STEP = 200, 4
 SLOW_NS = 13.0
 """Between two states of a core: a product alone took 7 to 9 ns or 18 to 20 ns."""

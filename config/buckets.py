@@ -1,4 +1,4 @@
-"""BucketConfig: settings of the bucket table. hpu/bucketing/ computes the buckets."""
+"""Settings of the bucket table."""
 
 import math
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -21,10 +21,9 @@ _LIMITS = {
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """One dimension of a bucket table, from `min` to `max`; None: the strategy's default. The
-    linear strategy doubles the size up to `step`, and then takes each multiple of `step`; the
-    padding-aware strategy takes only some sizes. `pad_max` (absolute) and `pad_percent` (percent of
-    the padded size) limit its padding."""
+    """Limits of one dimension of a bucket table; None: the strategy's default. `pad_max` (absolute)
+    and `pad_percent` (percent of the padded size) limit the padding of the padding-aware
+    strategy."""
 
     min: int | None = None
     step: int | None = None
@@ -49,7 +48,7 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class BucketConfig:
-    """Settings of the bucket table. The strategy `exact` does not pad; it is the default on CPU."""
+    """Settings of the bucket table. The strategy `exact` does not pad."""
 
     strategy: str = setting(
         "auto",
@@ -129,7 +128,8 @@ class BucketConfig:
 
     def resolved(self, default: str) -> "BucketConfig":
         """These settings with `auto` replaced by the strategy `default`, or by a strategy that
-        reads the configured ranges if `default` does not read them. `exact` has no ranges."""
+        reads the configured ranges if `default` does not read them. If `default` is `exact`, the
+        ranges are dropped."""
         if self.strategy != "auto":
             return self
         if default == "exact":
@@ -191,7 +191,6 @@ def _reader(ignored: list[str]) -> str:
 
 
 def _is_read(strategy: str, name: str, part: str, given: Range) -> bool:
-    """Whether `strategy` reads the limit `part` of the range `given` of dimension `name`."""
     if strategy == "padding-aware":
         return True
     if part in ("pad_max", "pad_percent"):

@@ -18,13 +18,13 @@ CONTAINER_MARKS = (".dockerenv", "run/.containerenv")
 
 
 def in_container(root: Path = Path("/")) -> bool:
-    """Whether a file that container runtimes create exists below `root`."""
+    """Whether `root` has a file that container runtimes create."""
     return any((root / mark).exists() for mark in CONTAINER_MARKS)
 
 
 def cache_path(cache_home: str, name: str) -> Path:
-    """The cache folder `name`, which need not exist yet. Raises ConfigError if another user can
-    write to it: the server loads code, weights and tokenizers from there."""
+    """Path of the cache folder `name`, which need not exist. Raises ConfigError for a folder that
+    `foreign_writer` rejects: the server loads code and weights from cache folders."""
     folder = Path(cache_home) / name
     reason = foreign_writer(folder)
     if reason:
@@ -33,9 +33,9 @@ def cache_path(cache_home: str, name: str) -> Path:
 
 
 def foreign_writer(folder: Path) -> str:
-    """Reason why another user can write to `folder`: it, or a symbolic link to it, belongs to
-    neither this user nor root, or it is world-writable. Empty if nobody else can write to it, or if
-    it does not exist. The group is trusted, since a Kubernetes volume is group-writable."""
+    """Reason not to trust `folder`: it, or a symbolic link to it, belongs to neither this user nor
+    root, or it is world-writable. Empty otherwise, also if its status cannot be read. The group is
+    trusted, since a Kubernetes volume is group-writable."""
     try:
         link, found = folder.lstat(), folder.stat()
     except OSError:
@@ -47,8 +47,9 @@ def foreign_writer(folder: Path) -> str:
 
 
 def check_own(path: Path) -> None:
-    """Raise ConfigError if another user can write to the cached file or folder `path`, or to a file
-    below it: a folder of this user may contain files of another user."""
+    """Raise ConfigError if the cached file or folder `path`, or an entry below it, belongs to
+    neither this user nor root, or can be written by every user. The group is trusted, as in
+    `foreign_writer`."""
     for entry in (path, *sorted(path.rglob("*"))):
         with contextlib.suppress(FileNotFoundError):
             if reason := _foreign_file(entry.lstat(), entry):
@@ -57,7 +58,7 @@ def check_own(path: Path) -> None:
 
 def open_cached(path: str | Path, flags: int = os.O_RDONLY) -> int:
     """Descriptor of a cached file. Raises OSError, also for a symlink, a file that is not regular,
-    and a file that another user can write to. Does not block on a FIFO without a writer."""
+    and a file that `check_own` rejects. Does not block on a FIFO without a writer."""
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     status = os.fstat(descriptor)
     reason = _foreign_file(status, Path(path))
@@ -70,8 +71,8 @@ def open_cached(path: str | Path, flags: int = os.O_RDONLY) -> int:
 
 
 def read_cached(path: Path, max_bytes: int) -> bytes:
-    """All bytes of a cached file. Raises OSError, also for a file larger than `max_bytes`, and for
-    a file or folder that another user can write to."""
+    """All bytes of a cached file. Raises OSError, also for a file larger than `max_bytes`, for a
+    file that `check_own` rejects, and for a folder that `foreign_writer` rejects."""
     _check_folder(path)
     with open(open_cached(path), "rb") as file:
         content = file.read(max_bytes + 1)
@@ -82,7 +83,7 @@ def read_cached(path: Path, max_bytes: int) -> bytes:
 
 def write_cached(path: Path, content: bytes) -> None:
     """Write or replace a cached file atomically; creates its folder. Raises OSError, also for a
-    folder that another user can write to."""
+    folder that `foreign_writer` rejects."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     _check_folder(path)
     write_whole(path, content)
@@ -94,8 +95,6 @@ def _check_folder(path: Path) -> None:
 
 
 def _foreign_file(status: os.stat_result, path: Path) -> str:
-    """Reason why a user other than this user and root can write to the file with this status; empty
-    if there is none. The group is trusted, as in `foreign_writer`."""
     if reason := _foreign_owner(status, path.parent):
         return reason
     is_open = not stat.S_ISLNK(status.st_mode) and status.st_mode & stat.S_IWOTH

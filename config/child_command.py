@@ -10,8 +10,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-# Each program runs below a guard process. PR_SET_PDEATHSIG kills only the direct child, not its
-# children, such as the cc1plus that g++ starts.
+# Each program runs below a guard process, because PR_SET_PDEATHSIG kills only the direct child, not
+# its children, such as the cc1plus that g++ starts.
 _GUARD = """
 import os, sys
 sys.path[:] = [path for path in sys.path if path]

@@ -102,7 +102,7 @@ class Overloaded(GaudiserveError):
 
 
 class DeadlineExceeded(GaudiserveError):
-    """The request's timeout has passed; 504. The message says how far the request got."""
+    """The request's timeout has passed; 504."""
 
     def __init__(self, message: str, *, has_started: bool = False) -> None:
         super().__init__(message)
@@ -118,7 +118,7 @@ class EngineDied(GaudiserveError):
     """Whether the failed process has already logged the cause."""
 
     def __init__(self, message: str | None = None, *, is_external: bool = False) -> None:
-        """`is_external`: another process killed the engine (operator, OOM killer)."""
+        """`is_external`: another process, such as the OOM killer, killed the engine."""
         super().__init__(message)
         self.is_external = is_external
 

@@ -36,7 +36,6 @@ READ_EVERYWHERE = ("contiguous_pa", "defrag_threshold")
 
 
 def _flag_of(name: str, facts: Setting, value: object) -> str:
-    """The flag that sets the field `name` to `value`: --no-NAME for False."""
     return f"--{'no-' if value is False else ''}{facts.name or name.replace('_', '-')}"
 
 
@@ -364,8 +363,6 @@ class ExecutionConfig:
 
 
 def _numbers(name: str, text: str, *forms: str) -> list[int]:
-    """The comma-separated integers in `text`, as many as in one of `forms`. Raises ConfigError for
-    another text."""
     words = text.split(",")
     counts = [form.count(",") + 1 for form in forms]
     if len(words) not in counts or not all(is_count(word) for word in words):
@@ -520,10 +517,11 @@ def choose_mode(
     """The execution mode. Raises ConfigError. The table is the vendor's and applies if `requested`
     is "auto".
 
-    `lazy_variable`: value of PT_HPU_LAZY_MODE (None: not set). The runtime's Python code takes
-    anything except the string 0 for lazy mode, but its library reads a number and compares it with
-    0 and 1 (the bridge's env_flags.cpp). `has_vendor_torch`: whether torch is the vendor's build,
-    which lazy mode and HPU graphs need. `release`: version of the runtime; empty if unknown.
+    `lazy_variable`: value of PT_HPU_LAZY_MODE; None: not set, then 1 with the vendor's torch up to
+    LAST_LAZY_RELEASE, else 0. The runtime's Python code takes anything except the string 0 for lazy
+    mode, but its library reads a number and compares it with 0 and 1 (the bridge's env_flags.cpp).
+    `has_vendor_torch`: whether torch is the vendor's build, which lazy mode and HPU graphs need.
+    `release`: version of the runtime; empty if unknown.
 
         PT_HPU_LAZY_MODE  enforce_eager  mode
         0                 no             torch-compile

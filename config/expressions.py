@@ -67,7 +67,7 @@ class Expressions:
     def __init__(self, texts: Sequence[str], where: str, part: str, *, prefix: str = "") -> None:
         """`where`: the field and its file, for errors. `part`: FULL, START or SEARCH. `prefix`:
         expression that is prepended to each expression. Raises Unsupported for unsupported syntax,
-        and ConfigError."""
+        and ConfigError for invalid or too large expressions."""
         _check_sizes(texts, where)
         self._where = where
         self._used_s, self._num_names = 0.0, 0

@@ -23,7 +23,7 @@ request."""
 
 @contextmanager
 def client_of_task(name: str) -> Iterator[None]:
-    """Set the client of this task, and of tasks that it starts, to `name`."""
+    """Set `current_client` to `name` in the block, also for tasks that the block starts."""
     token = current_client.set(name)
     try:
         yield
@@ -116,7 +116,6 @@ class FairThreads(ThreadPoolExecutor):
                 client.waiting.pop(future, None)
 
     def _enqueue(self, name: str, client: "_Client", call: "_Call") -> None:
-        """Append a call of a client to the pool's queue. Raises RuntimeError after `shutdown`."""
         try:
             self._queue(call, self._run, name, client, call)
         except RuntimeError:
@@ -124,8 +123,6 @@ class FairThreads(ThreadPoolExecutor):
             raise
 
     def _queue(self, call: "_Call", run: Callable[..., None], *args: object) -> None:
-        """Append `run`, which runs `call`, to the pool's queue. Raises RuntimeError after
-        `shutdown`."""
         try:
             running = super().submit(run, *args)
         except RuntimeError:
@@ -134,7 +131,6 @@ class FairThreads(ThreadPoolExecutor):
         running.add_done_callback(lambda done: done.cancelled() and call.cancel())
 
     def _run(self, name: str, client: "_Client", call: "_Call") -> None:
-        """Run `call`, then enqueue the next call of the client."""
         call.run()
         following = self._take_next(name, client)
         if following is not None:
@@ -179,11 +175,9 @@ class _Call:
         self._function = function
 
     def cancel(self) -> bool:
-        """Cancel the future, unless the call has started."""
         return self.future.cancel()
 
     def run(self) -> None:
-        """Run the call, unless it is cancelled."""
         future, function = self.future, self._function
         self.future, self._function = Future(), _nothing
         if not future.set_running_or_notify_cancel():

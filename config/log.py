@@ -28,11 +28,10 @@ CHATTY = (
 """Libraries whose lines below WARNING are dropped."""
 UVICORN = ("uvicorn", "uvicorn.error", "uvicorn.access")
 PROBES = ("/live", "/health", "/ready", "/ping", "/metrics", "/is_sleeping", "/load", "/page/state")
-"""Paths that are polled every few seconds. They are not in the access log, and wait in a queue of
-their own for each client."""
+"""Paths that clients poll every few seconds; the access log omits them."""
 
 MAX_BLOCKED_S = 0.05
-"""Time that a line waits for room in stderr."""
+"""Maximum time that a line waits for room in stderr."""
 
 _UNSAFE = re.compile(
     "[\x00-\x1f\x7f-\x9f\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
@@ -82,8 +81,8 @@ class RoleFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object per line: time, level, process, rank (if any), logger, message, the entries
-    of `fields` in `extra`, and the traceback and stack, if any."""
+    """Formats a record as a JSON object on a single line: time, level, process, rank (if any),
+    logger, message, the entries of `fields` in `extra`, and the traceback and stack, if any."""
 
     def __init__(self, role: str, rank: int | None) -> None:
         super().__init__()
@@ -124,7 +123,7 @@ class RoleHandler(logging.StreamHandler):  # type: ignore[type-arg]  # generic i
         try:
             self._descriptor = stream.fileno()
         except (OSError, ValueError):
-            # A stream in memory.
+            # A stream without a descriptor, such as a stream in memory.
             self._descriptor = -1
         self._room = select.poll()
         if self._descriptor >= 0:

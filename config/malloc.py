@@ -23,9 +23,9 @@ def _glibc() -> ctypes.CDLL | None:
 
 
 def map_large_blocks() -> None:
-    """From now on, give each block over MMAP_BLOCK_BYTES its own mapping, which is returned to the
-    OS when freed and grows without a copy. By default, after a block of up to 32 MiB is freed,
-    glibc stops mapping blocks of that size."""
+    """From now on, give each block of at least MMAP_BLOCK_BYTES its own mapping, which is returned
+    to the OS when freed and grows without a copy. By default, after a block of up to 32 MiB is
+    freed, glibc stops mapping blocks of that size."""
     if (library := _glibc()) is not None:
         library.mallopt(_M_MMAP_THRESHOLD, MMAP_BLOCK_BYTES)
         library.mallopt(_M_TRIM_THRESHOLD, RETAINED_BYTES)

@@ -67,7 +67,6 @@ class OwnedDirectory:
 
 
 def _create(parent: str, prefix: str) -> tuple[str, int]:
-    """Create a directory and lock it; returns its path and the descriptor of the lock."""
     while True:
         path = tempfile.mkdtemp(prefix=prefix, dir=parent)
         # Not inheritable: a child that outlives this process must not hold the lock.

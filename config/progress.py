@@ -44,8 +44,8 @@ def unreported_step(step: str) -> None:
 
 
 class ProgressReporter:
-    """Rate limiter for progress lines: at most a line per INTERVAL_S. If the text has not changed,
-    the line says for how long."""
+    """Rate limiter for progress lines: at most a line per INTERVAL_S. A line also says for how long
+    the text has been unchanged, from INTERVAL_S / 2 on."""
 
     def __init__(self, started_s: float, prefix: str = "Starting: ") -> None:
         self._prefix = prefix
@@ -70,8 +70,8 @@ class ProgressReporter:
 
 
 class ProgressLines:
-    """Logs the current work of a `with` block every INTERVAL_S, from a thread. The lines go to
-    stderr if logging is not set up."""
+    """Logs the current work of a `with` block every INTERVAL_S, from a thread, unless a progress
+    bar shows that it changes. The lines go to stderr if logging is not set up."""
 
     def __init__(self, text: str = STARTING, *, prefix: str = "Starting: ") -> None:
         self._text: Callable[[], str] = lambda: text
@@ -102,11 +102,9 @@ class ProgressLines:
         reporter = ProgressReporter(time.monotonic(), self._prefix)
         while not self._ended.wait(INTERVAL_S):
             line = reporter.line(self._text(), time.monotonic(), has_bar=self._has_bar)
-            if line is None:
-                continue
-            if logging.root.hasHandlers():
+            if line and logging.root.hasHandlers():
                 logger.info("%s", line)
-            else:
+            elif line:
                 print(line, file=sys.stderr, flush=True)
 
 

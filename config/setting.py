@@ -31,8 +31,7 @@ class Setting:
     """Environment variables that set a switch in `switches`; they win over `variables`."""
     choices: tuple[str, ...] = ()
     has_kinds: bool = False
-    """Whether kinds defined in other packages are additional choices. The command-line parser gets
-    their names (config/loading/parser.py)."""
+    """Whether kinds defined in other packages are additional choices."""
     spellings: Mapping[str, str] = field(default_factory=dict)
     """Alternative words for a choice, or for true and false of a switch."""
     minimum: float | None = None
@@ -71,7 +70,8 @@ def is_count(word: str) -> bool:
 
 
 def check_settings(config: object) -> None:
-    """Raise ConfigError for a field whose value is out of range or not among its choices."""
+    """Raise ConfigError for a field whose value is out of range or not among its choices. The
+    choices of a field with `has_kinds` are not checked."""
     for name, facts in settings_of(config).items():
         value = getattr(config, name)
         if value is None:

@@ -58,7 +58,8 @@ def check_device(device: str) -> None:
 
 
 def check_checkpoint(config: EngineConfig, folder: str) -> None:
-    """Raise ConfigError for a model that cannot be served with `config`."""
+    """Check the settings in `config` against the model in `folder`, its weights and its drafter.
+    Raises ConfigError."""
     model_config, pooler = check_model_config(config, folder)
     if config.load_format == DUMMY:
         check_limits(model_config)
@@ -127,7 +128,6 @@ def check_model_config(
 
 
 def _check_quantized(model_config: ModelConfig, *, is_built_in: bool) -> None:
-    """Raise ConfigError for quantized weights of a model that is served without quantization."""
     if model_config.quantization is None:
         return
     weights = (
@@ -257,8 +257,6 @@ def _check_compressor(
 
 
 def _check_block_size(config: EngineConfig, model_config: ModelConfig) -> None:
-    """Raise SettingError if the configured block size differs from the block size of the model's
-    indexer."""
     size = config.cache.block_size
     if not size or not is_native(model_config, config.model_impl):
         return
@@ -271,8 +269,6 @@ def _check_block_size(config: EngineConfig, model_config: ModelConfig) -> None:
 
 
 def _check_ranks(config: EngineConfig, model_config: ModelConfig, *, is_pooling: bool) -> None:
-    """Raise ConfigError if the model cannot be divided among the ranks. Models that are not built
-    in are checked by the worker, because their layers are not known here."""
     parallel, num_engines = config.parallel, config.num_coupled_engines
     if num_engines > 1 and is_pooling:
         raise SettingError(
@@ -294,8 +290,6 @@ def _check_ranks(config: EngineConfig, model_config: ModelConfig, *, is_pooling:
 
 
 def _is_in_transformers(model_config: ModelConfig) -> bool:
-    """Whether the installed transformers has a class for the architecture. The worker does the
-    remaining checks."""
     # Imported here because the import takes half a second, and few models need it. It does not
     # import torch.
     return model_config.architecture in dir(importlib.import_module("transformers"))
@@ -340,8 +334,7 @@ def choose_max_model_len(
 ) -> int:
     """The requested length, or the checkpoint's default, which is at most EMULATOR_MAX_MODEL_LEN on
     the emulated card. Raises SettingError for a length above the checkpoint's maximum, unless
-    `allows_longer` is set and the model is a decoder; even then, at most MAX_POSITION. The model
-    builder checks the learned positions of decoders."""
+    `allows_longer` is set and the model is a decoder; even then, at most MAX_POSITION."""
     longest = max_context_length(model_config)
     if requested is None:
         default = default_context_length(model_config)

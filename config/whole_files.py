@@ -16,6 +16,12 @@ PIPE_TIMEOUT_S = 10.0
 _PIECE_BYTES = 2**16
 
 
+def is_present(path: str | Path) -> bool:
+    """Whether there is anything at `path`: also a FIFO, a folder or a broken link. Reading them is
+    an error; a test with `is_file` would silently use the defaults of a missing file."""
+    return os.path.lexists(path)
+
+
 def read_limited(
     path: str | Path, max_bytes: int, *, takes_pipes: bool = True, timeout_s: float = PIPE_TIMEOUT_S
 ) -> bytes:
@@ -64,8 +70,8 @@ def _too_large(path: str | Path, max_bytes: int, size: str) -> OSError:
 
 def write_whole(path: str | Path, content: bytes) -> None:
     """Write or replace a file atomically: readers see either the old or the new content. A path
-    that is not a regular file, such as /dev/stdout, is written directly. Raises OSError; the old
-    content is then kept, and no temporary file remains."""
+    that is not a regular file, such as /dev/stdout, is written directly. Raises OSError; a regular
+    file then keeps its old content."""
     path = Path(path).resolve()
     if path.exists() and not path.is_file():
         path.write_bytes(content)

@@ -257,7 +257,7 @@ class Request:
 
     @property
     def is_guided(self) -> bool:
-        """Whether a grammar constrains or watches the output."""
+        """Whether the output is matched against a grammar."""
         return self.guide is not None
 
     @property

@@ -1,4 +1,4 @@
-"""The worker: tensors, batch state, buckets, graphs, models and the sampler.
+"""Workers, which run models on devices, and the self-test, diagnosis and emulation of Gaudi cards.
 
-A worker process drives a single device. Requests reach it only through the engine.
+A worker process drives a single device.
 """

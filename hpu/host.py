@@ -1,5 +1,4 @@
-"""Resources of the host: cores, memory, instruction sets. Reads the kernel's files below `root`,
-which tests replace."""
+"""Resources of the host: cores, memory, instruction sets. Reads the kernel's files below `root`."""
 
 import math
 import os

@@ -74,7 +74,7 @@ class DecodeArrays(NamedTuple):
 
 class DraftArrays(NamedTuple):
     """Host arrays of a decode of B requests over N blocks, whose R rows are computed on the device;
-    see DraftInputs in hpu/spec_decode/device.py. W blocks can contain a request's next tokens."""
+    see DraftInputs. W blocks can contain a request's next tokens."""
 
     req_indices: Annotated[Array, "B"]
     limits: Annotated[Array, "B"]

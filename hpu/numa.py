@@ -1,5 +1,5 @@
 """NUMA binding of a worker: to the cores near its card, or to its share of the host's cores. Reads
-the kernel's files below `root`, which tests replace. Opens no device.
+the kernel's files below `root`. Opens no device.
 
 Memory needs no binding: Linux allocates it on the node of the core that first writes it.
 """
@@ -30,10 +30,10 @@ class CoreRange(NamedTuple):
 
 
 def bind_worker(config: EngineConfig, ranks: Ranks, root: Path = ROOT) -> EngineConfig:
-    """Bind this process to the cores near its card or, if all of several workers run on the CPUs of
-    this host, to its share of the cores, if the host has several NUMA nodes. Must be called before
-    torch is imported. Returns `config`, with `num_threads` set to the number of usable cores for a
-    bound CPU worker that has no `num_threads`."""
+    """On a host with several NUMA nodes, bind this process to the cores near its card. A CPU worker
+    is bound to its share of the cores, if there are several workers and all run on this host. Must
+    be called before torch is imported. Returns `config`, with `num_threads` set to the number of
+    usable cores for a bound CPU worker that has no `num_threads`."""
     if not hasattr(os, "sched_setaffinity"):
         return config
     device = chosen_device(config.device)

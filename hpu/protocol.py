@@ -76,7 +76,7 @@ SINGLE_RANK = Ranks()
 
 
 class RequestSampling(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
-    """Sampling parameters of a request. The engine draws the seed if the caller gave none."""
+    """Sampling parameters of a request."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -405,12 +405,10 @@ class BucketLimits:
 
     @property
     def max_query(self) -> int:
-        """Maximum new tokens of a sequence in a launch."""
         return min(self.max_num_batched_tokens, self.max_model_len)
 
     @property
     def blocks_per_seq(self) -> int:
-        """Blocks of a full context."""
         return math.ceil(self.max_model_len / self.block_size)
 
     @property

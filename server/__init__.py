@@ -8,7 +8,6 @@ _HOME = Path(__file__).resolve().parent.parent
 
 
 def _check_packages(home: Path) -> None:
-    """Raise ImportError if engine, hpu or config would be imported from outside `home`."""
     for name in ("engine", "hpu", "config"):
         spec = importlib.util.find_spec(name)
         if spec is None:

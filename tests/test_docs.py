@@ -258,7 +258,7 @@ def test_flags_that_the_documents_name_exist() -> None:
     others |= {"--abort-on-container-exit", "--crd-schemas", "--follow", "--log-opt"}
     others |= {"--from-file", "--dry-run", "--tail", "--current", "--namespace"}
     others |= {"--name", "--restart", "--stop-timeout", "--build", "--no-build"}
-    others |= {"--for", "--type", "--patch-file"}
+    others |= {"--for", "--type", "--patch-file", "--list", "--env-file"}
     # Flags of systemctl and useradd.
     others |= {"--now", "--no-block", "--system", "--groups"}
     # A flag of `hf download`.

@@ -26,7 +26,7 @@ SLACK = 0.99
 """A figure below this fraction of its limit requires a lower limit."""
 
 LIMITS = {
-    "None-checks": 2367,
+    "None-checks": 2364,
     "None-checks of ModelRunner": 13,
     "None-checks of EngineCore": 7,
     "None-checks of Worker": 17,
@@ -43,7 +43,7 @@ LIMITS = {
     "optional fields of launches": 40,
     "mark_step outside back ends": 0,
     "poll constants": 15,
-    "files under 60 lines without kinds": 80,
+    "files under 60 lines without kinds": 76,
     "files that name medusa": 2,
     "files that name eagle3": 2,
     "files that name awq": 2,

@@ -35,7 +35,7 @@ def draft_folder(
 
 
 def check_target(method: SpeculationMethod, target: ModelConfig) -> None:
-    """Raise ConfigError for a target model that cannot verify drafts."""
+    """Raise ConfigError if `target` has recurrent layers, whose state cannot be rolled back."""
     if states_of(target):
         raise SettingError(
             f"--speculative-config names the method {method.method}, and {target.path} has "
@@ -48,8 +48,7 @@ def check_draft(
     config: EngineConfig, method: SpeculationMethod, folder: str, target: ModelConfig
 ) -> EngineConfig | None:
     """Check that the draft model or head of `method` in `folder` fits the model `target` of
-    `config`. Returns the EngineConfig of a draft model, whose checkpoint the caller still has to
-    check; None for heads. Raises ConfigError."""
+    `config`. Returns the EngineConfig of a draft model, None for heads. Raises ConfigError."""
     model_config = draft_facts(config, method, folder, target)
     if not facts_of(method).is_whole_model:
         return None

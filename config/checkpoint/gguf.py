@@ -1,12 +1,14 @@
-"""Conversion of GGUF files to Hugging Face folders, once per file, in the cache folder."""
+"""Converts GGUF files to Hugging Face folders in the cache folder."""
 
 import fcntl
 import hashlib
 import json
 import logging
-import shutil
+import os
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
 
@@ -21,8 +23,9 @@ from config.errors import ConfigError
 from config.model.json_fields import Fields, Json
 from config.model.model_config import BLOCKS, DTYPES, ModelConfig
 from config.model.read_config import model_config_of, read_model_config
+from config.owned_directory import OwnedDirectory
 from config.progress import CONVERTING, Report, unreported
-from config.whole_folders import is_whole, place_folder, remove, write_json
+from config.whole_folders import is_whole, place_folder, write_json
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +33,7 @@ _FORMAT = 3
 """Version of the conversion. Increase it when the result changes, so that older copies are not
 used."""
 _SAMPLE_BYTES = 2**20
+_POLL_S, _BEAT_S, _STUCK_S = 0.2, 5.0, 60.0
 _UNLISTED = ("config.json", "model.safetensors")
 """Files that a copy made by an earlier version must have to count as complete: such copies list no
 file sizes."""
@@ -53,8 +57,8 @@ def converted(
     weights, before they are written.
 
     A folder appears only when its conversion is complete; a folder that lacks files, or has
-    truncated files, is converted again. A second process waits for the conversion of the first.
-    Raises ConfigError.
+    truncated files, is converted again. A second process waits for the conversion of the first,
+    as long as the first process runs. Raises ConfigError.
     """
     if dtype not in DTYPES:
         raise ConfigError(f"dtype is {dtype!r}, it must be one of {', '.join(DTYPES)}")
@@ -69,22 +73,19 @@ def converted(
     with ExitStack() as stack:
         stack.enter_context(cache_errors(target.parent, "the converted model"))
         target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        stack.enter_context(_locked(target.with_name(f"{target.name}.lock"), report))
+        stack.enter_context(_locked(target, report))
         if not is_whole(target, _UNLISTED):
-            partial = target.with_name(f"{target.name}.partial")
-            # Leftovers of a killed process. Only the holder of the lock writes here.
-            remove(partial)
-            partial.mkdir()
-            try:
-                _convert(source, partial, dtype, keep_blocks, sampling, progress, report, check)
-                place_folder(partial, target)
-            finally:
-                shutil.rmtree(partial, ignore_errors=True)
+            made = stack.enter_context(OwnedDirectory(".converting-", target.parent))
+            fresh = Path(made, "model")
+            fresh.mkdir()
+            _convert(source, fresh, dtype, keep_blocks, sampling, progress, report, check)
+            # A process that had stopped may have finished first.
+            if not is_whole(target, _UNLISTED):
+                place_folder(fresh, target)
     return target
 
 
 def _fingerprint(source: Path, sampling: Mapping[str, float]) -> str:
-    """Hash of _FORMAT, `sampling`, and the size, time, first and last MiB of the file."""
     status = source.stat()
     digest = hashlib.sha256(f"{_FORMAT} {status.st_size} {status.st_mtime_ns}".encode())
     if sampling:
@@ -97,19 +98,64 @@ def _fingerprint(source: Path, sampling: Mapping[str, float]) -> str:
 
 
 @contextmanager
-def _locked(path: Path, report: Report) -> Iterator[None]:
-    """Hold a file lock, which the kernel releases when the process dies.
+def _locked(target: Path, report: Report) -> Iterator[None]:
+    """Hold the lock file of `target`, which the kernel releases when the process dies.
 
-    Waits without a time limit while another process converts.
+    Waits while another process converts, and not for a process that has stopped, or whose host is
+    gone: the holder of the lock sets the time of the file every _BEAT_S.
     """
-    with path.open("w") as file:
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    lock = os.open(target.with_name(f"{target.name}.lock"), flags, 0o600)
+    try:
+        _wait_for(lock, target, report)
+        ended = threading.Event()
+        beat = threading.Thread(target=_beat, args=(lock, ended), name="beat", daemon=True)
+        beat.start()
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            yield
+        finally:
+            ended.set()
+            beat.join()
+    finally:
+        os.close(lock)
+
+
+def _wait_for(lock: int, target: Path, report: Report) -> None:
+    """Wait until this process holds `lock`, `target` is complete, or the holder has not set the
+    time of the file for _STUCK_S."""
+    seen_ns, seen_s, is_logged = 0, time.monotonic(), False
+    while not (_has_locked(lock) or is_whole(target)):
+        if not is_logged:
             logger.info("Another process is converting the same file: waiting for it")
-            report("waiting for another process that converts the same file", 0, 0)
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+            is_logged = True
+        report("waiting for another process that converts the same file", 0, 0)
+        if (beat_ns := os.fstat(lock).st_mtime_ns) != seen_ns:
+            seen_ns, seen_s = beat_ns, time.monotonic()
+        if time.monotonic() - seen_s > _STUCK_S:
+            logger.warning(
+                "The process that converts the same file has stopped for %g s: it is converted "
+                "here, too",
+                _STUCK_S,
+            )
+            return
+        time.sleep(_POLL_S)
+
+
+def _has_locked(lock: int) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _beat(lock: int, ended: threading.Event) -> None:
+    while True:
+        # A file system that does not set the time costs a second conversion.
+        with suppress(OSError):
+            os.utime(lock)
+        if ended.wait(_BEAT_S):
+            return
 
 
 def _convert(
@@ -127,7 +173,7 @@ def _convert(
     generation = {**generation_config(file), **sampling}
     # Check before writing gigabytes that no worker can load.
     _, entries = read_entries(file, config, generation, dtype)
-    _check_room(folder, file, entries, keep_blocks)
+    _check_room(folder.parent.parent, file, entries, keep_blocks)
     for name, content in (tokenizer_files(file) or {}).items():
         write_json(folder / name, content)
     for name, content in pooling_files(file).items():
@@ -163,4 +209,4 @@ def _check_room(folder: Path, file: GgufFile, entries: list[Entry], keep_blocks:
     needed = sum(entry.num_bytes for entry in entries)
     if keep_blocks:
         needed += sum(tensor.n_bytes for tensor in file.tensors.values())
-    check_room(folder.parent, needed, "the converted model")
+    check_room(folder, needed, "the converted model")

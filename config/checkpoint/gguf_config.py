@@ -1,5 +1,5 @@
-"""Creates config.json, generation_config.json and the files of sentence-transformers from the
-metadata of a GGUF file, and from its rope factors, which are stored as tensors."""
+"""Creates config.json, generation_config.json and the files of sentence-transformers from a GGUF
+file."""
 
 import math
 from typing import Any
@@ -14,7 +14,7 @@ from config.model.json_fields import shown
 from config.model.sentence_transformers import CLS, LAST, MEAN
 
 MAX_FACTORS = 2**16
-"""Maximum number of rope factors. A rope has a factor per frequency: half the head size."""
+"""Maximum number of rope factors."""
 
 # End-of-turn tokens, which some files do not list as end tokens.
 _END_OF_TURN = (
@@ -27,10 +27,7 @@ _CONTROL, _USER_DEFINED = 3, 4
 
 
 def model_config(file: GgufFile, dtype: str) -> dict[str, Any]:
-    """The config.json of `file`, whose weights are stored as `dtype`.
-
-    Raises ConfigError.
-    """
+    """The config.json of `file`, with `dtype` as its torch_dtype. Raises ConfigError."""
     if file.value("general.type", str) == "adapter":
         raise ConfigError(
             f"{file.path} is a LoRA adapter, not a model: serve its base model with --enable-lora "
@@ -87,8 +84,6 @@ def model_config(file: GgufFile, dtype: str) -> dict[str, Any]:
 
 
 def _kv_heads(file: GgufFile, heads: int) -> int:
-    """Number of KV heads of the attention layers. The file has a list if layers differ, with 0 for
-    layers without attention."""
     counts = layer_kv_heads(file)
     if not counts:
         return file.count("attention.head_count_kv", heads)
@@ -107,7 +102,7 @@ def _default(architecture: str, field: str, usual: float) -> Any:
 
 
 def _windows(file: GgufFile) -> dict[str, Any]:
-    """Fields for sliding-window layers, if the file has them: a number n if every n-th layer uses
+    """Fields for sliding-window layers, if any. The file has a number n, if every n-th layer uses
     full attention, or a list with true for each sliding-window layer."""
     found = file.metadata.get(f"{file.architecture}.attention.sliding_window_pattern")
     if not isinstance(found, list):
@@ -118,7 +113,6 @@ def _windows(file: GgufFile) -> dict[str, Any]:
 
 
 def _experts(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
-    """MoE fields, under the family's names."""
     family = ARCHITECTURES.get(config["architectures"][0])
     names = None if family is None else family.moe
     if names is None:
@@ -150,14 +144,12 @@ def _experts(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _columns(file: GgufFile, part: str) -> int:
-    """Number of inputs of the tensor `part` in the first layer with this tensor; 0 if no layer has
-    this tensor."""
     found = (tensor for name, tensor in file.tensors.items() if name.endswith(f".{part}"))
     return next((tensor.shape[0] for tensor in found), 0)
 
 
 def generation_config(file: GgufFile) -> dict[str, Any]:
-    """The generation_config.json of `file`: its special tokens."""
+    """The generation_config.json of `file`: the ids of its special tokens."""
     ids = _special_ids(file)
     names = ("eos", "eot", "eom")
     ends = [file.value(f"tokenizer.ggml.{name}_token_id", int) for name in names]
@@ -273,7 +265,7 @@ def _factors(file: GgufFile, name: str) -> list[float]:
             f"most {MAX_FACTORS} numbers"
         )
     values: list[float] = np.asarray(tensor.data, dtype=np.float32).tolist()
-    # NaN fails both comparisons.
+    # NaN fails every comparison.
     if not all(0 < value < math.inf for value in values):
         raise ConfigError(f"{name} in {file.path} must contain only finite numbers above 0")
     return values

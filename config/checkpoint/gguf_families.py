@@ -31,8 +31,7 @@ class GgufFamily(NamedTuple):
     optional: Mapping[str, str] = {}
     """Optional metadata keys -> fields of config.json."""
     derive: Callable[[GgufFile, Json], Json] = _nothing
-    """Computes fields that override the common fields. `config`: the fields that all architectures
-    have in common."""
+    """Computes fields that override or extend `config`, the fields computed before."""
 
 
 def has(file: GgufFile, part: str) -> bool:
@@ -106,7 +105,7 @@ def _soft_caps(file: GgufFile) -> Json:
 
 
 def _qwen_moe(file: GgufFile, config: Json) -> Json:
-    # Constant of the architecture in llama.cpp.
+    # Constants of the architecture in llama.cpp.
     return {"norm_topk_prob": file.architecture != "qwen2moe", "decoder_sparse_step": 1}
 
 
@@ -444,7 +443,7 @@ FAMILIES: Mapping[str, GgufFamily] = {
 
 
 def architecture_of(model_config: ModelConfig) -> str:
-    """Architecture of `model_config`, with the ending that FAMILIES uses."""
+    """Architecture of `model_config` as named in FAMILIES."""
     if model_config.encoder is not None:
         return f"{model_config.encoder.family}Model"
     return causal_name(model_config.architecture)

@@ -1,5 +1,5 @@
-"""A GGUF file's metadata and tensor directory; every count is checked against the size of the file.
-Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md"""
+"""Parser of the metadata and tensor directory of a GGUF file. Format:
+https://github.com/ggml-org/ggml/blob/master/docs/gguf.md"""
 
 import math
 import struct
@@ -36,7 +36,7 @@ _NUMBER_TYPES = {
     GGMLQuantizationType.I32: "i4",
     GGMLQuantizationType.I64: "i8",
 }
-"""Unquantized tensor types. All other types store blocks of bytes."""
+"""Tensor types that numpy can represent. Tensors of other types are read as bytes."""
 
 T = TypeVar("T")
 
@@ -60,7 +60,7 @@ class GgufTensor(NamedTuple):
     n_elements: int
     n_bytes: int
     data: npt.NDArray[Any]
-    """Values, outermost dimension first; uint8 for block types."""
+    """Values, outermost dimension first; uint8 for types that numpy cannot represent."""
     offset: int = 0
     """Offset of the first byte in the file."""
 
@@ -99,7 +99,7 @@ class GgufFile:
         return found
 
     def values(self, key: str, kind: type[T]) -> list[T] | None:
-        """The array of `key`; None if absent. Raises ConfigError for elements that are not a
+        """The array of `key`; None if absent. Raises ConfigError unless it is an array of
         `kind`."""
         found = self.value(key, list)
         if found is not None and not all(isinstance(value, kind) for value in found):
@@ -174,7 +174,7 @@ class _Reader:
             raise ValueError(f"its version is {version}, it must be 2 or 3")
         num_tensors = self._count("tensors", self._limits.tensors)
         num_keys = self._count("keys", self._limits.keys)
-        # Minimum bytes of a key (13) and of a tensor's entry (32): lengths, types and offsets.
+        # Minimum bytes of a key with its value (13) and of a tensor's entry (32).
         self._check_room("keys", num_keys, 13)
         metadata: dict[str, Any] = {}
         for _ in range(num_keys):
@@ -251,7 +251,6 @@ class _Reader:
         return list(struct.unpack(f"{self._order}{count}{_SCALARS[kind]}", data))
 
     def _entry(self) -> tuple[str, tuple[int, ...], int, int]:
-        """Read the directory entry of a tensor: (name, shape, type, offset)."""
         name = self._string("a tensor's name")
         num_dimensions = int(self._number("I"))
         if not 1 <= num_dimensions <= MAX_DIMENSIONS:

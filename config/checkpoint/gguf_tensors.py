@@ -42,8 +42,8 @@ adjacent elements."""
 
 _TILED = ("qwen35", "qwen35moe")
 
-# Settings stored as tensors (read by config/checkpoint/gguf_config.py), and the head of a reranker,
-# which is not part of the encoder.
+# Tensors that no weight uses: settings, and the head of a reranker, which is not part of the
+# encoder.
 _OTHERS = re.compile(
     r"(^|\.)(rope_freqs|rope_factors_(long|short)|attn_rot_embd)\.weight$|^cls[._]"
 )
@@ -95,7 +95,6 @@ class Rows:
     order: npt.NDArray[np.int64]
 
     def __call__(self, *parts: Array) -> Array:
-        """The concatenated rows of `parts`, permuted."""
         rows: Array = np.concatenate(parts)[self.order]
         return rows
 
@@ -127,7 +126,8 @@ class Entry:
 
     @property
     def only_source(self) -> TensorRows | None:
-        """The only source of the entry, if its rows are used unchanged; otherwise None."""
+        """The only source of the entry, if at most the order of its rows changes; otherwise
+        None."""
         if self.change is None and len(self.parts) == 1 and self.parts[0].combine is None:
             return self.parts[0].sources[0]
         return None
@@ -142,8 +142,8 @@ def num_blocks(file: GgufFile) -> int:
 def model_entries(
     file: GgufFile, model_config: ModelConfig, weight_map: WeightMap, dtype: str
 ) -> list[Entry]:
-    """Entries for all tensors of the checkpoint: matrices in `dtype`, vectors (norms and biases, a
-    few thousandths of all weights) in float32, MXFP4 weights in uint8. Raises ConfigError."""
+    """Entries for all tensors of the checkpoint: matrices in `dtype`, vectors in float32, MXFP4
+    weights in uint8. Raises ConfigError."""
     tensors = WeightSources(file, model_config, weight_map)
     entries = [tensors.entry(spec, dtype) for spec in weight_map.entries()]
     tensors.check_all_used()
@@ -166,8 +166,8 @@ class WeightSources:
         self._layer_prefix = weight_map.layer_prefix
 
     def check_all_used(self) -> None:
-        """Raise ConfigError for a tensor that no weight uses. MTP layers, which follow the other
-        layers, are not loaded."""
+        """Raise ConfigError for a tensor that no weight uses, except tensors of MTP layers, which
+        follow the other layers and are not loaded, and tensors in _OTHERS."""
         for name in self._file.tensors:
             block = _BLOCK.match(name)
             is_mtp = block is not None and int(block[1]) >= self._facts.num_layers
@@ -227,8 +227,6 @@ class WeightSources:
         return (Part((replace(source, order=order),)),)
 
     def _stored_name(self, name: str) -> str:
-        """Tensor name in the file for the checkpoint name `name`; empty if the architecture has no
-        such tensor."""
         for theirs, ours in _RENAMED.items():
             if name.endswith(theirs):
                 name = name.removesuffix(theirs) + ours
@@ -270,8 +268,6 @@ class WeightSources:
     def _order(
         self, spec: WeightSpec, source: TensorRows, name: str
     ) -> npt.NDArray[np.int64] | None:
-        """TensorRows.order for a weight that the file stores as the single tensor `name`; None: the
-        stored order."""
         rows = source.shape[0] if source.shape else 1
         is_attention = "qkv_proj" in spec.parameter
         if is_attention and spec.row_groups is not None:
@@ -286,8 +282,6 @@ class WeightSources:
         return self._halves(rows, heads, name)
 
     def _halves(self, rows: int, heads: int, name: str) -> npt.NDArray[np.int64]:
-        """TensorRows.order that undoes the interleaving of q or k heads. `name`: tensor name, for
-        errors."""
         if rows % (2 * heads):
             raise ConfigError(
                 f"{self._file.path} has {rows} rows in {name}, it must be a multiple of "

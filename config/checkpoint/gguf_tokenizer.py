@@ -330,7 +330,6 @@ def _named(file: GgufFile) -> dict[str, tuple[str, int]]:
 
 
 def _adds(file: GgufFile, name: str) -> bool:
-    """Whether the token `name`, bos or eos, is added to texts."""
     adds = file.value(f"tokenizer.ggml.add_{name}_token", bool)
     if adds is not None:
         return adds

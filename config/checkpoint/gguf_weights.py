@@ -23,7 +23,7 @@ BLOCK_TYPES = (
     GGMLQuantizationType.Q4_1,
     GGMLQuantizationType.Q8_0,
 )
-"""Quantization types with kernels here: blocks of 32 inputs with a scale, and in Q4_1 also a
+"""Quantization types that have kernels: blocks of 32 inputs with a scale, and in Q4_1 also a
 minimum."""
 Stored = list[tuple[str, str, tuple[int, ...], int]]
 """Name, dtype, shape and bytes of each tensor of a safetensors file."""
@@ -63,7 +63,6 @@ def _write(
     pieces: Iterable[npt.NDArray[Any]],
     written: Callable[[int], object],
 ) -> None:
-    """Write the file `target` with write_stream, and sync it to disk."""
     with target.open("wb") as out:
         write_stream(out, tensors, pieces, written)
         out.flush()
@@ -110,7 +109,6 @@ def _pieces(file: GgufFile, entry: Entry) -> Iterator[npt.NDArray[Any]]:
 
 
 def _numbers(file: GgufFile, entry: Entry, source: TensorRows) -> Iterator[npt.NDArray[np.float32]]:
-    """Dequantized rows of `source`, in chunks of rows."""
     data, kind = source.rows(), source.tensor.tensor_type
     row_bytes = 4 * math.prod(source.shape[1:])
     step = max(1, _PIECE_BYTES // row_bytes)
@@ -129,8 +127,6 @@ def _numbers(file: GgufFile, entry: Entry, source: TensorRows) -> Iterator[npt.N
 
 
 def _check_finite(numbers: npt.NDArray[np.float32], where: str) -> None:
-    """Raise ConfigError for NaN or infinite values, which damaged scales produce. `where`: the
-    tensor and its file, for the error."""
     # Summing needs no temporary array, and the sum of valid weights is finite.
     with np.errstate(over="ignore", invalid="ignore"):
         is_finite = np.isfinite(numbers.sum(dtype=np.float64))
@@ -174,7 +170,6 @@ def _block_shape(source: TensorRows) -> tuple[int, int]:
 
 
 def _as_stored(values: npt.NDArray[np.float32], entry: Entry) -> npt.NDArray[Any]:
-    """The values after the conversion of `entry`, in its dtype and byte order."""
     if entry.change is not None:
         values = entry.change(values)
     values = np.ascontiguousarray(values, dtype=np.float32)

@@ -34,8 +34,8 @@ def parse_overrides(text: str) -> Json:
 
 
 def merged(config: Json, overrides: Mapping[str, Any]) -> Json:
-    """`config` with the fields of `overrides`. Nested configs (text_config, vision_config) are
-    merged; other objects are replaced, as in vLLM."""
+    """`config` with the fields of `overrides`. Objects whose names end in `_config`, except
+    quantization_config, are merged; other values are replaced, as in vLLM."""
     result = dict(config)
     for name, value in overrides.items():
         own = result.get(name)
@@ -47,10 +47,9 @@ def merged(config: Json, overrides: Mapping[str, Any]) -> Json:
 
 
 def with_overrides(folder: str, text: str, cache_dir: str | None) -> str:
-    """A cache folder with links to the files of `folder` and a merged config.json, which all
-    processes and transformers read; `folder` itself if `text` has no overrides. Raises ConfigError,
-    and leaves no folder, for a merged config.json that is not supported. A damaged folder is
-    replaced."""
+    """A cache folder with links to the files of `folder` and a merged config.json; `folder` itself
+    if `text` has no overrides. Raises ConfigError, and leaves no folder, for a merged config.json
+    that is not supported. A damaged folder is replaced."""
     overrides = parse_overrides(text)
     if not overrides:
         return folder
@@ -88,8 +87,6 @@ def with_overrides(folder: str, text: str, cache_dir: str | None) -> str:
 
 
 def _is_same(folder: Path, content: str, names: Sequence[str]) -> bool:
-    """Whether `folder` has `content` in its config.json, and files or links with all other
-    `names`: a cleaner may have removed some, or a full disk truncated the config.json."""
     try:
         found = (folder / _FILE).read_bytes()
     except OSError:
@@ -98,7 +95,6 @@ def _is_same(folder: Path, content: str, names: Sequence[str]) -> bool:
 
 
 def _check(folder: Path, source: Path) -> None:
-    """Raise ConfigError, with the path of `source`, if `folder` is not a model folder."""
     try:
         read_model_config(str(folder), allow_quantized=True)
     except ConfigError as error:

@@ -101,7 +101,7 @@ def download_files(
         )
         for name in _damaged(path, started_s):
             logger.warning("%s of %s is damaged, and is downloaded again", name, model)
-            # Without a network, the error names the damaged file where it is used.
+            # Without a network, the reader of the damaged file reports it.
             with suppress(*_errors()):
                 huggingface_hub.hf_hub_download(
                     model, name, revision=revision, cache_dir=cache_dir, force_download=True
@@ -147,7 +147,6 @@ def _errors() -> tuple[type[Exception], ...]:
 
 
 def _reason(error: Exception, model: str, revision: str | None, folder: str | None) -> str:
-    """The message for the user about a failed download."""
     errors, constants = huggingface_hub.errors, huggingface_hub.constants
     hub = constants.ENDPOINT
     if isinstance(error, errors.HFValidationError):

@@ -14,8 +14,8 @@ _ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
 
 
 def is_hub_id(model: str) -> bool:
-    """Whether `model` is a name on the hub (org/name). Names that look like a path or a GGUF file
-    do not count: a mistyped path must not be sent to the hub."""
+    """Whether `model` has the form of a hub id (org/name) and not of a GGUF file name: a mistyped
+    path must not be sent to the hub."""
     return _ID.fullmatch(model) is not None and not model.lower().endswith(".gguf")
 
 
@@ -39,8 +39,8 @@ def no_such_model(model: str) -> ConfigError:
 
 
 def default_names(model: str, adapters: Collection[str] = ()) -> tuple[str, ...]:
-    """Names of `model` in the API without --served-model-name. A path has two names: the path
-    itself, as in vLLM, and its last component, unless that is the name of an adapter."""
+    """Names of `model` in the API without --served-model-name. An existing path has two names: the
+    path itself, as in vLLM, and its last component, unless an adapter has this name."""
     if model in NAMES:
         return NAMES
     path = os.path.expanduser(model)

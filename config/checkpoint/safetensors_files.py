@@ -5,7 +5,6 @@ https://github.com/huggingface/safetensors#format
 """
 
 import json
-import os
 import re
 import shlex
 import stat
@@ -20,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 
 from config.errors import ConfigError
 from config.model.json_fields import read_json, shown
+from config.whole_files import is_present
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -42,7 +42,7 @@ class StoredTensor(NamedTuple):
 
     name: str
     dtype: str
-    """Dtype name in the safetensors header: F32, BF16, I8."""
+    """Dtype name in the safetensors header, such as BF16."""
     shape: tuple[int, ...]
     offset: int
     """Offset of the first byte in the file."""
@@ -50,11 +50,12 @@ class StoredTensor(NamedTuple):
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint, from its index if there is one. Raises ConfigError."""
+    """The safetensors files of a checkpoint, from its index if it has an index. Raises
+    ConfigError."""
     index = folder / INDEX
-    if index.is_file():
+    if is_present(index):
         return _indexed(index)
-    if (folder / SINGLE).is_file():
+    if is_present(folder / SINGLE):
         return [folder / SINGLE]
     files = sorted(folder.glob("*.safetensors"))
     if files:
@@ -95,9 +96,7 @@ def incomplete(model: str, names: Sequence[str], config: Path) -> ConfigError:
 
 
 def _conversion(model: str, config: Path) -> str:
-    """A command that converts `model` to safetensors, into a new folder in the working
-    directory."""
-    architectures = read_json(config).get("architectures") if config.is_file() else None
+    architectures = read_json(config).get("architectures") if is_present(config) else None
     name = architectures[0] if isinstance(architectures, list) and architectures else None
     if not isinstance(name, str) or not _CLASS_NAME.fullmatch(name):
         name = "AutoModelForCausalLM"
@@ -123,8 +122,7 @@ def _indexed(index: Path) -> list[Path]:
             raise ConfigError(
                 f"{index} names {shown(name)}, it must be a safetensors file in its folder"
             )
-        # Path.is_file raises for a name that file systems do not accept.
-        if not os.path.isfile(file):
+        if not is_present(file):
             raise ConfigError(f"{index} names {shown(name)[1:-1]}, which does not exist")
         files.append(file)
     return files
@@ -184,7 +182,6 @@ def _not_whole(file: Path, reason: str) -> ConfigError:
 
 
 def _check_header_size(file: Path) -> int:
-    """Offset of the first byte after the header. Raises ConfigError if the header is too large."""
     status = file.stat()
     if not stat.S_ISREG(status.st_mode):
         # Opening a FIFO blocks until there is a writer.

@@ -20,7 +20,8 @@ from config.model.pooler import PoolerConfig
 
 def check_weights(model_config: ModelConfig, pooler: PoolerConfig | None) -> None:
     """Raise ConfigError if sizes in the config.json of the folder `model_config.path`, or in its
-    pooling modules, differ from the tensor shapes in the files."""
+    pooling modules, differ from the tensor shapes in the files. A model that is not built in
+    passes, except for its pooling modules."""
     shapes = folder_shapes(Path(model_config.path))
     source = Path(model_config.path, "config.json")
     check_shapes(model_config, shapes, source)
@@ -112,8 +113,6 @@ def _check(weights: Iterable[WeightSpec], shapes: Shapes, source: Path) -> None:
 
 
 def _fields(weight: WeightSpec) -> str:
-    """The config fields and the quantization that determine the tensor's shape, for error
-    messages."""
     scheme = weight.scheme
     if scheme is None:
         return weight.fields

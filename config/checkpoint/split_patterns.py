@@ -78,7 +78,7 @@ def _is_linear(branch: _Branch, texts: set[str]) -> bool:
     if _choices(branch) > _MAX_CHOICES:
         return False
     first = next((place for place, item in enumerate(branch) if item.is_unbounded), None)
-    # Nothing after the first unbounded item can fail, so the search never backtracks into it.
+    # If nothing after the first unbounded item can fail, the search never backtracks into it.
     if first is None or not any(item.can_fail for item in branch[first + 1 :]):
         return True
     if _text(branch) in _SPACE_BRANCHES:
@@ -156,7 +156,6 @@ class _Parser:
         if high is not None and not is_unbounded:
             choices *= high - low + 1
         quantifier = self._pattern[start : self._place]
-        # A zero-width item consumes no characters, whether or not it matches.
         least = low * characters
         return _Item(atom, quantifier, low, is_unbounded, choices, least)
 

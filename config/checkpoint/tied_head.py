@@ -14,10 +14,10 @@ _SAMPLE_BYTES = 4096
 
 
 def check_tied_head(model_config: ModelConfig) -> None:
-    """Raise ConfigError if config.json of the folder `model_config.path` has `tie_word_embeddings`,
-    but the files have a head that differs from the embedding in shape or in sampled bytes: the
-    checkpoint probably was trained with an untied head. Reads the headers of all files and about
-    512 KiB of tensor data at most."""
+    """Raise ConfigError if a built-in decoder ties the output head to the embedding, but the files
+    in `model_config.path` have a head of another shape or, with the same dtype, with other sampled
+    values: the checkpoint was probably trained with an untied head. Reads the headers of all files,
+    and about 512 KiB of tensor data at most."""
     weight_map = None if model_config.is_encoder else weight_map_of(model_config)
     if weight_map is None or not model_config.tie_word_embeddings:
         return

@@ -17,6 +17,7 @@ import msgspec
 from config.checkpoint.split_patterns import is_linear, min_match_characters
 from config.errors import ConfigError
 from config.model.json_fields import shown
+from config.whole_files import read_limited
 
 MAX_TOKENIZER_BYTES = 256 * 2**20
 """Maximum size of a tokenizer.json; with 262,144 tokens it has 35 MB."""
@@ -39,9 +40,8 @@ MAX_TOKEN_TEXT_BYTES = 16_384
 """Maximum bytes of the text that the decoder may produce for a token, according to the bound
 computed here."""
 MAX_TOKENS = MAX_MERGES = 2**20
-"""Maximum number of tokens, and of BPE merges. The library parses them under the GIL, 5 us each;
-StartProbes answers health probes during this time. The largest known vocabulary has 262,144 tokens
-and 514,906 merges."""
+"""Maximum number of tokens, and of BPE merges. The library parses them under the GIL, 5 us each.
+The largest known vocabulary has 262,144 tokens and 514,906 merges."""
 MAX_ADDED_TOKENS = 65_536
 """Maximum number of added tokens. Loading takes 50 us for each; the largest known vocabulary has
 6,500."""
@@ -98,7 +98,7 @@ def check_tokenizer_file(path: Path) -> TokenizerBounds:
             raise ConfigError(
                 f"{path} has {num_bytes} bytes, at most {MAX_TOKENIZER_BYTES} are allowed"
             )
-        data = path.read_bytes()
+        data = read_limited(path, MAX_TOKENIZER_BYTES, takes_pipes=False)
         return _Checker(path).check(msgspec.json.decode(data, type=_File))
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
@@ -138,7 +138,6 @@ class _Checker:
         return longest
 
     def _check_tokens(self, file: _File) -> int:
-        """The length of the longest token. Raises ConfigError if a limit is exceeded."""
         longest_added = self.check_added([token.content for token in file.added_tokens or ()])
         model = file.model or _Model()
         vocab = model.vocab
@@ -303,14 +302,14 @@ _GROWTH = "bytes per byte of text after its normalizer and pre_tokenizer"
 
 
 def _regex(step: Mapping[str, Any]) -> str:
-    """The regular expression of a step; empty if there is none."""
+    """The regular expression of a step; empty if it has none, and `(`, an invalid expression, if it
+    is not a string."""
     pattern = step.get("pattern")
     text = pattern.get("Regex", "") if isinstance(pattern, dict) else ""
     return text if isinstance(text, str) else "("
 
 
 def _times(factor: float) -> Callable[[Mapping[str, Any]], tuple[float, float]]:
-    """Growth rule for a step that multiplies the length by a constant."""
     return lambda step: (factor, 0.0)
 
 

@@ -16,7 +16,7 @@ class CardNode(NamedTuple):
     """Device node of a Gaudi card."""
 
     node: str
-    """Path: /dev/accel/accel0."""
+    """Path, such as /dev/accel/accel0."""
     device: str
     """The driver's folder for the card, relative to the root."""
     module: int | None

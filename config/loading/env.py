@@ -1,5 +1,5 @@
-"""The only module that reads and sets environment variables: settings from variables, and the
-variables of a worker."""
+"""Environment variables: settings from variables, and the variables of workers. No other module
+reads os.environ."""
 
 import importlib.util
 import os
@@ -44,7 +44,7 @@ _MASTER_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
 
 HLS_MODULE_ID = "HLS_MODULE_ID"
 
-# Variables that Kubernetes sets in every pod for a service named gaudiserve, gaudiserve-* or vllm.
+# Endings of the variables that Kubernetes sets in every pod for each service.
 _SERVICE_LINK = re.compile(
     r"_SERVICE_HOST$|_SERVICE_PORT(_\w+)?$|_PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?$"
 )
@@ -126,9 +126,8 @@ def cache_home() -> str:
 
 
 def runtime_environment(config: EngineConfig) -> dict[str, str]:
-    """Variables that a process with a worker needs before it starts, because the OpenMP libraries
-    read them when they are loaded. The user's variables win, except for the thread count, which a
-    flag may override."""
+    """Variables that a process with a worker needs before it starts: libraries read them when they
+    are loaded. The user's variables win, except for the thread count, which a flag may override."""
     chosen = openmp_environment()
     if "TOKENIZERS_PARALLELISM" not in os.environ:
         # Prevents a warning of the tokenizers library after a fork.
@@ -236,8 +235,8 @@ def device_environment(
 
 
 def worker_environment(config: EngineConfig) -> dict[str, str]:
-    """All environment variables of a worker process. Raises ConfigError for an impossible execution
-    mode."""
+    """Environment of a worker process: this process's variables and the variables that the worker
+    needs. Raises ConfigError for an impossible execution mode."""
     variables = {**hpu_environment(config), **os.environ, **runtime_environment(config)}
     variables = _with_modules(config, variables)
     if chosen_device(config.device) == "hpu":
@@ -252,9 +251,8 @@ def worker_environment(config: EngineConfig) -> dict[str, str]:
 def selftest_environment(
     config: EngineConfig, recipe_folder: str, tested: Collection[str], *, is_lazy: bool
 ) -> dict[str, str]:
-    """All environment variables of a self-test process: the variables of a worker with the given
-    `is_lazy`. Variables in `tested`, which the self-test may set for a server, have their
-    defaults."""
+    """Environment of a self-test process: the variables of a worker with the given `is_lazy`.
+    Variables in `tested`, which the self-test may set for a server, have their defaults."""
     own = {name: word for name, word in os.environ.items() if name not in tested}
     fixed = {
         "PT_HPU_LAZY_MODE": str(int(is_lazy)),
@@ -333,7 +331,6 @@ def hpu_mode(config: EngineConfig) -> ModeChoice:
 
 
 def _runtime_release(config: EngineConfig) -> str:
-    """Release of the vendor's runtime; empty if unknown."""
     if chosen_device(config.device) == "hpu-emulator":
         return EMULATED_RELEASE
     return installed_version(RUNTIME_DISTRIBUTION)

@@ -108,7 +108,6 @@ class Flag:
 
 
 def _with_unit(count: int) -> str:
-    """`count` with the largest unit that divides it; counts below 64K have no unit."""
     for unit, letter in ((2**30, "G"), (2**20, "M"), (2**10, "K")):
         if count >= 2**16 and count % unit == 0:
             return f"{count // unit}{letter}"
@@ -116,7 +115,7 @@ def _with_unit(count: int) -> str:
 
 
 def variable_of(name: str) -> str:
-    """The environment variable of a flag: GAUDISERVE_MAX_MODEL_LEN."""
+    """The environment variable of a flag, such as GAUDISERVE_MAX_MODEL_LEN."""
     return f"GAUDISERVE_{name.replace('-', '_').upper()}"
 
 

@@ -195,7 +195,7 @@ class FlagParser(argparse.ArgumentParser):
     def _needs_value(self, name: str) -> str:
         action = self._option_string_actions[name]
         self._show_kinds()
-        shown = str(action.metavar or (action.dest.upper() if action.choices is None else ""))
+        shown = str(action.metavar or ("" if action.choices else action.dest.upper()))
         choices = [str(choice) for choice in action.choices or ()] or (
             shown.strip("{}").split(",") if shown.startswith("{") else []
         )
@@ -204,7 +204,6 @@ class FlagParser(argparse.ArgumentParser):
         return f"{name} needs a value{words}"
 
     def _usage_of(self, name: str) -> str:
-        """A flag that argparse names -i/--input-file, with its value; an argument as it is."""
         flag = name.rpartition("/")[2]
         if flag not in self._option_string_actions:
             return flag
@@ -335,7 +334,7 @@ class _Formatter(argparse.HelpFormatter):
 
 
 class _RawFormatter(_Formatter, argparse.RawDescriptionHelpFormatter):
-    """The same with the line breaks of description and epilog."""
+    """A _Formatter that keeps the line breaks of description and epilog."""
 
 
 def _key_of(action: argparse.Action) -> str:
@@ -428,7 +427,6 @@ def server_parser(
 
 
 def _choices(words: Iterable[str]) -> str:
-    """The words in braces; empty without words."""
     joined_words = ",".join(words)
     return f"{{{joined_words}}}" if joined_words else ""
 

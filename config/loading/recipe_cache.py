@@ -36,8 +36,8 @@ def recipe_cache_config(folder: str, release: str) -> str:
 
 
 def refused_form(text: str, release: str) -> str:
-    """Why a runtime of `release` refuses the value `text` of the variable; empty if it takes it, or
-    if the release is unknown."""
+    """Why a runtime of `release` refuses the value `text` of the variable; empty if the runtime
+    takes the value, or if the release is unknown."""
     fields, known = text.split(","), _number_of(release)
     if not known:
         return ""
@@ -55,7 +55,8 @@ def refused_form(text: str, release: str) -> str:
 
 
 def keeps_recipes(variables: Mapping[str, str]) -> str:
-    """Path of the folder of recipes, whose recipes outlive a start; empty if there is none."""
+    """Path of the recipe folder in `variables`; empty if there is no folder, or if the runtime
+    deletes its recipes at start."""
     words = variables.get(RECIPE_CACHE_CONFIG, "").split(",")
     deletes = len(words) > 1 and words[1].strip().lower() in ("true", "1")
     return "" if deletes else words[0]

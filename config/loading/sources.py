@@ -75,7 +75,7 @@ class Loaded:
     arguments: argparse.Namespace
     """Parsed command line, including flags specific to the command."""
     words: tuple[str, ...] = ()
-    """The command line. Append flags and call `load` again to change single settings."""
+    """The command line."""
 
     def shown(self) -> dict[str, tuple[object, str]]:
         """`sources` with secrets masked."""
@@ -313,7 +313,8 @@ def _without_absent_template(values: dict[str, tuple[object, str]]) -> Iterator[
     """Drop a --chat-template that is a file of vLLM's image and does not exist here; yields a note
     about it.
 
-    The model's own template is used instead, and selects the tool-call parser.
+    The model's own template is used instead, and selects the tool-call parser unless
+    --tool-call-parser is none.
     """
     template, source = values.get("chat-template", (None, ""))
     if not isinstance(template, str) or not is_chat_template(template) or Path(template).exists():

@@ -42,7 +42,7 @@ class Given:
     """The flag's name or an alias of the flag."""
     value: object
     source: str
-    """Source for error messages: flag --port, variable GAUDISERVE_PORT, file serve.yaml, ..."""
+    """Source for error messages, such as flag --port or variable GAUDISERVE_PORT."""
 
 
 def shown(value: object) -> str:
@@ -234,8 +234,8 @@ def unknown_choice(given: Given, choices: Sequence[str]) -> ConfigError:
 
 
 def _texts(given: Given, *, is_secret: bool) -> tuple[str, ...]:
-    """A list of strings, from a list, a JSON list, or one string. Commas separate entries, except
-    in a secret."""
+    """Non-empty strings from a list, a JSON list, or one string. Commas separate the entries of a
+    string, except in a secret or in a JSON object."""
     value = given.value
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
@@ -243,7 +243,6 @@ def _texts(given: Given, *, is_secret: bool) -> tuple[str, ...]:
         except ValueError:
             raise wrong(given, "a JSON list of strings", is_secret=is_secret) from None
     elif isinstance(value, str):
-        # A JSON object is a single entry, including its commas.
         value = (
             [value]
             if is_secret or value.lstrip().startswith("{")

@@ -35,7 +35,8 @@ class VendorVariable:
 
     @property
     def flag(self) -> tuple[Flag, str] | None:
-        """The flag that reads this variable, and the name of the switch that the variable sets."""
+        """(flag that reads this variable, name of the switch that the variable sets, otherwise the
+        flag's key); None if no flag reads the variable."""
         for flag in FLAGS:
             switch = flag.setting.switch_variables.get(self.name)
             if switch is not None or self.name in flag.setting.variables:

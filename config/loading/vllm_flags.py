@@ -205,7 +205,7 @@ SWITCHES = (
     ("multi-step-stream-outputs", (), "the tokens of a step are sent when the step ends"),
     ("disable-frontend-multiprocessing", (), "each engine of a server runs in its own process"),
     ("enable-reasoning", ("true",), "--reasoning-parser alone enables reasoning"),
-    ("enable-sleep-mode", ("true",), "/sleep requires only --enable-dev-endpoints"),
+    ("enable-sleep-mode", ("true",), "/sleep requires --enable-dev-endpoints and an API key"),
     ("enable-server-load-tracking", ("true",), "/load is always served"),
     ("enable-prompt-tokens-details", ("true",), "usage always has the prompt token details"),
     ("enable-tokenizer-info-endpoint", ("true",), "/tokenizer_info is always served"),
@@ -341,7 +341,8 @@ class Accepted:
 
 
 def _plain(value: object) -> str:
-    """`value` as text, without _GRAMMAR_OPTIONS; JSON as json.dumps writes it."""
+    """`value` as text, without _GRAMMAR_OPTIONS; an object, also as JSON text, as json.dumps writes
+    the object."""
     if not isinstance(value, Mapping):
         try:
             value = parse_json(str(value))

@@ -56,7 +56,8 @@ def respelled(words: Iterable[str], known: Collection[str]) -> Spelled:
 
 
 def with_dashes(word: str) -> str:
-    """--max_model_len as --max-model-len. The keys of a dotted flag are not changed."""
+    """`word` with dashes in the flag's name: --max-model-len for --max_model_len. The keys of a
+    dotted flag are not changed."""
     if not word.startswith("--"):
         return word
     name, equals, value = word.partition("=")

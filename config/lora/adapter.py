@@ -1,5 +1,5 @@
 """LoRA adapters in PEFT folders and GGUF files: their tensors and values, checked against the base
-model, and the hash of their contents. hpu/lora/adapter_weights.py converts the bytes to tensors."""
+model, and the hash of their contents."""
 
 import logging
 import math
@@ -46,9 +46,9 @@ _BASE_TENSOR = re.compile(r"(.+?)(?:\.base_layer)?\.(weight|bias)")
 
 
 class ExpertPart(NamedTuple):
-    """An expert's slice of the LoRA matrices of stacked experts. As in ParamWrapper of
-    peft.tuners.lora.layer, the first matrix is (experts * rank, in), and the second is (out, rank *
-    experts) with the expert as the fastest-varying index."""
+    """An expert's slice of the LoRA matrices of stacked experts. The first matrix is (experts *
+    rank, in). The second is (out, rank * experts), with the expert as the fastest-varying index, as
+    in ParamWrapper of peft.tuners.lora.layer, unless `is_grouped`."""
 
     expert: int
     num_experts: int
@@ -185,7 +185,6 @@ def _opened(
 
 @contextmanager
 def _opened_gguf(folder: AdapterFolder, base: BaseModules, max_rank: int) -> Opened:
-    """Open an adapter in a GGUF file."""
     file = folder.name
     with folder.open_file(MAX_FILE_BYTES) as part:
         pairs, content = read_gguf_adapter(part, base, max_rank)
@@ -202,7 +201,6 @@ def _opened_gguf(folder: AdapterFolder, base: BaseModules, max_rank: int) -> Ope
 
 @contextmanager
 def _opened_peft(folder: AdapterFolder, base: BaseModules) -> Opened:
-    """Open an adapter in a PEFT folder."""
     data, fields = folder.read_config()
     config = PeftConfig.of(fields, folder.file(CONFIG_FILE))
     if folder.has(PICKLE_FILE) and not folder.has(WEIGHTS_FILE):
@@ -325,7 +323,6 @@ def _check_value(adapter: Adapter, tensor: StoredTensor, largest: float, scale: 
 def _modules_of(
     name: str, pair: Mapping[str, StoredTensor], file: str, config: PeftConfig, base: BaseModules
 ) -> Iterator[AdapterModule]:
-    """The modules whose matrices the file stores under `name`."""
     stack = base.find_experts(name.removesuffix(".base_layer"))
     if stack is not None:
         yield from _experts(name, pair, stack, file, config)
@@ -359,7 +356,6 @@ def _experts(
     file: str,
     config: PeftConfig,
 ) -> Iterator[AdapterModule]:
-    """The modules of a parameter that stacks all experts of a layer in transformers."""
     path = name.removesuffix(".base_layer")
     # PEFT nests the wrappers of a layer's expert parameters in this order.
     parameters = [
@@ -395,8 +391,6 @@ def _experts(
 def _matrices(
     name: str, pair: Mapping[str, StoredTensor], names: tuple[str, str], file: str
 ) -> tuple[StoredTensor, StoredTensor]:
-    """The two LoRA matrices of a module, whose tensors have the suffixes `names`. Raises
-    ConfigError."""
     missing = [end for end in names if end not in pair]
     if missing:
         raise ConfigError(f"{file} has {next(iter(pair.values())).name} and no {name}.{missing[0]}")
@@ -436,7 +430,6 @@ def _report_targets(config: PeftConfig, found: Iterable[str]) -> None:
 
 
 def _check_limits(adapter: Adapter, max_rank: int, extra_targets: tuple[str, ...]) -> None:
-    """Raise ConfigError for an adapter that exceeds the server's limits."""
     if adapter.rank > max_rank:
         raise SettingError(
             f"{adapter.config_file} has rank {adapter.rank}, --max-lora-rank is {max_rank}: set "

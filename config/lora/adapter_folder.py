@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from config.checkpoint.safetensors_files import StoredTensor, unique_fields
 from config.errors import ConfigError
 from config.model.json_fields import Json, parse_json_object, shown
+from config.whole_files import is_present
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -67,7 +68,7 @@ class AdapterFolder:
         return f"{self.name}/{name}" if name else self.name
 
     def has(self, name: str) -> bool:
-        return Path(self.path, name).is_file()
+        return is_present(Path(self.path, name))
 
     @property
     def is_file(self) -> bool:
@@ -251,7 +252,6 @@ class OpenWeights:
         return data
 
     def _read_header(self) -> bytes:
-        """The bytes before the first tensor's data."""
         head = bytearray(min(_LENGTH_BYTES, self.num_bytes))
         _fill(self._opened, memoryview(head), self._file)
         length = int.from_bytes(head, "little")

@@ -13,6 +13,7 @@ from config.lora.adapter_folder import CONFIG_FILE, AdapterFolder
 from config.lora.base_modules import BaseModules
 from config.model.read_config import read_model_config
 from config.params.lora import AUTO, EXTRA_TARGETS, LoRAConfig, NamedAdapter
+from config.whole_files import is_present
 
 IMAGE_ADAPTER = "vision-lora"
 """Folder of the image adapter in checkpoints that include one, such as Phi-4-multimodal."""
@@ -22,13 +23,13 @@ def unused_image_adapter(config: LoRAConfig, checkpoint: str) -> Path | None:
     """Folder of the checkpoint's image adapter; None if there is no such adapter, or if
     --default-mm-loras is set."""
     folder = Path(checkpoint, IMAGE_ADAPTER)
-    if config.default_mm_loras or not (folder / CONFIG_FILE).is_file():
+    if config.default_mm_loras or not is_present(folder / CONFIG_FILE):
         return None
     return folder
 
 
 def check_adapter_paths(config: LoRAConfig) -> None:
-    """Raise SettingError for an adapter that neither exists on this machine nor has a valid hub
+    """Raise SettingError for an adapter whose path neither exists on this machine nor is a hub
     id."""
     for adapter in config.adapters:
         if not Path(adapter.path).exists() and not is_hub_id(adapter.path):

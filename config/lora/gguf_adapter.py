@@ -213,7 +213,6 @@ def _pair(stem: str, found: Mapping[str, Array], file: str) -> Matrices:
 
 
 def _numbers(tensor: GgufTensor, name: str, file: str) -> Array:
-    """The values of `tensor`, outermost dimension first."""
     if tensor.tensor_type in (GGMLQuantizationType.F32, GGMLQuantizationType.F16):
         return tensor.data.astype(np.float32)
     try:

@@ -19,8 +19,9 @@ ARCHITECTURES = Kinds[Family]("config.model.families", "FAMILIES", "architecture
 
 
 def is_native(config: ModelConfig, model_impl: str = AUTO) -> bool:
-    """Whether `decoder_spec` handles the generative model of `config`, including errors for
-    unsupported architectures; otherwise the transformers implementation runs it."""
+    """Whether the built-in implementation runs the generative model of `config`; otherwise the
+    transformers implementation does. With NATIVE also for an unsupported architecture, for which
+    `decoder_spec` then raises."""
     return model_impl == NATIVE or (model_impl == AUTO and config.architecture in ARCHITECTURES)
 
 
@@ -38,8 +39,8 @@ def decoder_spec(config: ModelConfig, *, has_head: bool = True) -> DecoderSpec:
 
 
 def nearest(architecture: str) -> str:
-    """Hint for an error about an unsupported architecture: supported architectures with similar
-    names, or the page that lists all architectures."""
+    """Hint for an error about an unsupported architecture, such as supported architectures with
+    similar names."""
     if _SPEECH.search(architecture):
         return "speech models are not supported"
     near = get_close_matches(

@@ -74,7 +74,7 @@ def _parts(model_config: ModelConfig) -> tuple[str, int, RopeScaling | None]:
 
 
 def _length(model_config: ModelConfig, name: str) -> int | None:
-    """A length in config.json; None for numbers above MAX_POSITION."""
+    """A length in config.json; None for a value that is not an integer from 1 to MAX_POSITION."""
     value = model_config.fields.raw.get(name)
     is_length = isinstance(value, int) and not isinstance(value, bool) and 0 < value <= MAX_POSITION
     return value if is_length else None

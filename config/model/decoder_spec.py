@@ -104,7 +104,7 @@ class MoESpec:
     """Jitter of SparseMixer, which selects two experts sequentially; None: other routing. `scoring`
     and renormalization have no effect with SparseMixer."""
     scales_input: bool = False
-    """Multiply the input of an expert by its router weight, instead of the output."""
+    """Whether the router weight multiplies the input of an expert instead of the output."""
     expert_bias: bool = False
     """Whether both expert projections have biases."""
     clamped_swiglu: ClampedSwiGLU | None = None
@@ -303,7 +303,7 @@ class DecoderSpec:
 
 def uniform_layers(config: ModelConfig) -> tuple[LayerSpec, ...]:
     """Layer specs from the checkpoint's `layer_types` and `rope_layers`. Without layer_types, all
-    layers use the window if there is one, and full attention otherwise."""
+    layers use the window, or full attention if the model has no window."""
     moe = config.moe
     all_alike = "full_attention" if config.sliding_window is None else "sliding_attention"
     types = config.layer_types or (all_alike,) * config.num_layers
@@ -356,6 +356,6 @@ class Family(NamedTuple):
     moe: MoEFields | None = None
     """Names of the family's MoE fields."""
     quantizations: tuple[str, ...] = ()
-    """Values of `quant_method` whose weights are dequantized during loading."""
+    """Values of `quant_method` whose weights the family itself describes."""
     derive: Callable[[Fields], Mapping[str, Any]] | None = None
     """Computes fields that override the fields of config.json."""

@@ -35,7 +35,7 @@ def shown(value: object) -> str:
 
 
 def read_json(file: Path) -> Json:
-    """The JSON object in `file`. Its numbers fit in float32. Raises ConfigError."""
+    """The JSON object in `file`. Its finite numbers fit in float32. Raises ConfigError."""
     found = _object(read_any_json(file), file)
     _check_numbers(found, file)
     return found

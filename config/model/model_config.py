@@ -89,8 +89,8 @@ class ModelConfig:
     (no window, multiplier 1)."""
 
     path: str
-    """Local folder with config.json, safetensors and tokenizer files; for a GGUF file, the folder
-    of its conversion."""
+    """Local folder of the checkpoint; the path or hub id of a model whose weights are not
+    loaded."""
     architecture: str
     vocab_size: int
     hidden_size: int
@@ -157,7 +157,7 @@ class ModelConfig:
     vision: VisionFacts | None = None
     """Set if the model supports images."""
     fields: Fields = field(default_factory=lambda: Fields({}, Path()), hash=False, repr=False)
-    """Contents of config.json, for fields that only one family reads."""
+    """Fields of config.json, also under their common names."""
     generation_defaults: dict[str, float] = field(default_factory=dict, hash=False)
     """GENERATION_FIELDS of generation_config.json, if present."""
 
@@ -190,8 +190,7 @@ class ModelConfig:
 
 
 def check_limits(model_config: ModelConfig) -> None:
-    """Raise ConfigError for sizes above the limits. Used where the sizes are not compared with
-    tensors, for example with random or packed weights."""
+    """Raise ConfigError for sizes above the limits."""
     moe = model_config.moe
     for name, value, maximum in (
         ("layers", model_config.num_layers, MAX_LAYERS),

@@ -117,7 +117,6 @@ def moe_config(names: MoEFields, fields: Fields) -> MoEConfig:
 
 
 def _shared_size(fields: Fields, names: MoEFields, inner_size: int) -> int:
-    """Intermediate size of the shared expert; 0: no shared expert."""
     if names.num_shared:
         return inner_size * fields.integer(names.num_shared, 0)
     return fields.integer(names.shared_size, 0)

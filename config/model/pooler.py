@@ -174,7 +174,6 @@ def _activation(fields: Fields, default: str) -> str:
 
 
 def _options(text: str) -> Fields:
-    """The fields of --pooler-config."""
     file = Path("--pooler-config")
     if not text:
         return Fields({}, file)

@@ -36,6 +36,7 @@ from config.model.multimodal.vision import read_vision
 from config.model.quantization.registry import is_served, read_quantization
 from config.model.rope_fields import is_nested, rope_fields
 from config.model.special_tokens import eos_token_id
+from config.whole_files import is_present
 
 _CLASS_NAME = re.compile(r"[A-Za-z0-9_]{1,100}\Z")
 
@@ -48,10 +49,10 @@ def read_model_config(path: str, *, allow_quantized: bool = False) -> ModelConfi
     Raises ConfigError, but with `allow_quantized` not for an unsupported quantization.
     """
     file = Path(path) / "config.json"
-    if not file.is_file():
+    if not is_present(file):
         raise ConfigError(f"{path} has no config.json, it must be a model folder")
     generation_file = Path(path) / "generation_config.json"
-    generation = read_json(generation_file) if generation_file.is_file() else {}
+    generation = read_json(generation_file) if is_present(generation_file) else {}
     whole = with_architecture(Fields(read_json(file), file))
     part = text_part(whole)
     fields = part or whole
@@ -73,8 +74,7 @@ def model_config_of(
 ) -> ModelConfig:
     """ModelConfig from the contents of config.json and generation_config.json, without quantization
     and vision settings. `path`: the model folder, whose tokenizer files name the EOS token.
-    `absent`: values for fields that `fields` may lack. The sizes of weights are not limited here:
-    config/checkpoint/shapes.py compares them with the tensors before a model is built."""
+    `absent`: values for fields that `fields` may lack. The sizes of weights are not limited."""
     architecture = _architecture(fields)
     family = ARCHITECTURES.get(causal_name(architecture))
     fields = with_usual_encoder_names(architecture, fields)
@@ -138,8 +138,8 @@ def _family_fields(family: Family, fields: Fields, absent: Mapping[str, Any]) ->
 
 
 def _unlisted_fields(architecture: str, fields: Fields) -> Json:
-    """Fields of a decoder that is not built in. Errors say that it is not built in, because the
-    model may use another field name."""
+    """Fields of a decoder that is not built in. An error about a field also says that the
+    architecture is not supported: the model may have another name for the field."""
     try:
         return _decoder_fields(None, fields)
     except ConfigError as error:

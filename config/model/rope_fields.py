@@ -13,11 +13,11 @@ def rope_fields(fields: Fields) -> Json:
     """The rope of config.json: rope_parameters (transformers 5) or rope_scaling (transformers 4).
     The rules for a file with both are the rules of transformers 5.24:
 
-    1. rope_scaling replaces rope_parameters. The other fields of rope_parameters, including
-    rope_theta but except mrope_ fields, have no effect.
+    1. rope_scaling replaces rope_parameters. The fields of rope_parameters, including rope_theta,
+    have no effect, except mrope_ fields.
 
-    2. If rope_parameters has an object per layer type, rope_scaling is merged into the object of
-    full_attention.
+    2. If only rope_parameters has an object per layer type, rope_scaling is merged into the object
+    of full_attention.
 
     An absent, null or empty object is ignored.
     """

@@ -6,6 +6,7 @@ from typing import Any
 
 from config.errors import ConfigError
 from config.model.json_fields import Fields, Json, read_any_json, read_json, shown
+from config.whole_files import is_present
 
 CLS, MEAN, MAX, LAST = "cls", "mean", "max", "lasttoken"
 WEIGHTED_MEAN, MEAN_SQRT_LEN = "weightedmean", "mean_sqrt_len_tokens"
@@ -66,16 +67,16 @@ def read_sentence_config(folder: str) -> SentenceConfig | None:
     """Read the files in `folder`; None without modules.json. Raises ConfigError for modules that
     are not supported."""
     path = Path(folder)
-    if not (path / "modules.json").is_file():
+    if not is_present(path / "modules.json"):
         return None
     kinds = _modules(path / "modules.json")
     pooling = next(
         _fields(path / subfolder / "config.json") for kind, subfolder in kinds if kind == "Pooling"
     )
     named = [path / f"sentence_{model}_config.json" for model in _MODELS]
-    lengths = _fields(next((file for file in named if file.is_file()), named[0]))
+    lengths = _fields(next((file for file in named if is_present(file)), named[0]))
     _check_modalities(lengths)
-    # Default: the tokenizer's limit.
+    # Its model_max_length is the default of max_seq_length.
     tokenizer = _fields(path / "tokenizer_config.json")
     settings = _fields(path / "config_sentence_transformers.json")
     prompts = settings.get("prompts", dict, {})
@@ -112,8 +113,7 @@ def _check_modalities(fields: Fields) -> None:
 
 
 def _fields(file: Path) -> Fields:
-    """The fields of an optional file."""
-    return Fields(read_json(file) if file.is_file() else {}, file)
+    return Fields(read_json(file) if is_present(file) else {}, file)
 
 
 def _modules(file: Path) -> list[tuple[str, str]]:

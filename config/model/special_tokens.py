@@ -8,7 +8,7 @@ import msgspec
 from config.checkpoint.tokenizer_bounds import MAX_TOKENIZER_BYTES
 from config.errors import ConfigError
 from config.model.json_fields import Json, read_any_json
-from config.whole_files import read_limited
+from config.whole_files import is_present, read_limited
 
 NAMED_TOKENS = (
     "bos_token",
@@ -40,7 +40,7 @@ class _ModelVocab(msgspec.Struct):
 
 def read_object(path: Path) -> Json:
     """The JSON object in `path`; empty if the file is missing or contains another value."""
-    if not path.is_file():
+    if not is_present(path):
         return {}
     loaded = read_any_json(path)
     return loaded if isinstance(loaded, dict) else {}
@@ -55,8 +55,8 @@ def token_text(token: object) -> str | None:
 
 
 def special_tokens(folder: Path, config: Json) -> dict[str, str]:
-    """Text of bos_token, eos_token, ...: from `config`, the tokenizer_config.json of `folder`, or
-    else from its special_tokens_map.json."""
+    """Text of each of NAMED_TOKENS, from `config`, the tokenizer_config.json of `folder`, otherwise
+    from special_tokens_map.json. Tokens without a text are omitted."""
     older = read_object(folder / "special_tokens_map.json")
     tokens = {
         name: token_text(config.get(name)) or token_text(older.get(name)) for name in NAMED_TOKENS
@@ -94,7 +94,7 @@ def _id_in_decoder(entries: object, text: str) -> int | None:
 
 
 def _id_in_tokenizer(file: Path, text: str) -> int | None:
-    if not file.is_file():
+    if not is_present(file):
         return None
     try:
         data = read_limited(file, MAX_TOKENIZER_BYTES, takes_pipes=False)

@@ -92,7 +92,6 @@ def _divided(config: ModelConfig, distributes_experts: bool) -> Iterator[Divided
 
 
 def _mlp_size(config: ModelConfig) -> int:
-    """Intermediate size of the dense MLPs."""
     if config.architecture not in ARCHITECTURES:
         return config.intermediate_size
     return decoder_spec(config).mlp_size or config.intermediate_size

@@ -17,11 +17,8 @@ TASKS = (EMBED, TOKEN_EMBED, SCORE, CLASSIFY)
 
 
 class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """How to pool the hidden states of a text or pair.
-
-    Raises `UserError` for a value that no model supports; the engine rejects values that its model
-    does not support.
-    """
+    """How to pool the hidden states of a text or pair. Raises `UserError` for a value that no model
+    supports."""
 
     task: str = EMBED
     """One of TASKS."""

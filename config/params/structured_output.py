@@ -151,7 +151,8 @@ def _parsed(name: str, value: object) -> object:
 
 def _to_json(name: str, value: object) -> str:
     """Compact JSON in the given key order, which is the order of an object's properties. Raises
-    UserError for more than MAX_CHARACTERS, before it generates any JSON."""
+    UserError if `least_characters` exceeds MAX_CHARACTERS, or if JSON cannot represent the
+    value."""
     try:
         if (least := least_characters(value)) > MAX_CHARACTERS:
             raise _bad(

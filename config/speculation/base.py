@@ -30,8 +30,9 @@ class MethodFacts:
     """Whether the drafter uses the target's embedding."""
 
     def is_inferred(self, model: str) -> bool:
-        """Whether settings without a method, and with the `model` (in lower case), select this
-        method. The last such method in the order of the files is selected."""
+        """Whether the draft model's name `model`, in lower case, suggests this method. Of several
+        suggested methods, settings without a method get the last method in the order of the
+        files."""
         return False
 
     def default_drafts(self, options: Options) -> int | None:
@@ -77,17 +78,14 @@ class SpeculationMethod:
 
     @property
     def facts(self) -> MethodFacts:
-        """Facts of the method."""
         return DRAFT_METHODS[self.method]
 
     @property
     def has_drafter(self) -> bool:
-        """Whether a draft model or a draft head proposes tokens."""
         return self.facts.has_drafter
 
     @property
     def reads_earlier_outputs(self) -> bool:
-        """See MethodFacts.reads_earlier_outputs."""
         return self.facts.reads_earlier_outputs(self.settings)
 
 

@@ -65,7 +65,7 @@ def facts_of(method: SpeculationMethod) -> DrafterFacts:
 def check_vocabulary(
     method: SpeculationMethod, model_config: ModelConfig, target: ModelConfig
 ) -> None:
-    """Raise ConfigError if the vocabularies of a drafter and its target differ."""
+    """Raise ConfigError if the vocabulary sizes of a drafter and its target differ."""
     if model_config.vocab_size != target.vocab_size:
         raise ConfigError(
             f"the draft model {method.model} has {model_config.vocab_size} tokens in its "
@@ -75,7 +75,7 @@ def check_vocabulary(
 
 
 def check_decoder(method: SpeculationMethod, model_config: ModelConfig) -> None:
-    """Raise ConfigError if a drafter is no decoder with a KV cache in each layer."""
+    """Raise ConfigError unless the drafter is a decoder with a KV cache in each layer."""
     if model_config.is_encoder or states_of(model_config):
         what = "is an encoder" if model_config.is_encoder else "has recurrent layers"
         raise ConfigError(
@@ -95,7 +95,7 @@ class DraftHeadFacts(DrafterFacts):
         return read_model_config(folder)
 
     def check_num_layers(self, method: SpeculationMethod, model_config: ModelConfig) -> None:
-        """Raise ConfigError for a head with more than a single layer."""
+        """Raise ConfigError unless the head has 1 layer."""
         if model_config.num_layers != 1:
             raise ConfigError(
                 f"the draft head {method.model} has {model_config.num_layers} layers, the method "

@@ -2,8 +2,8 @@
 of the clients of a single engine."""
 
 import asyncio
-import contextlib
 import itertools
+import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -31,6 +31,7 @@ from engine.transport.messages import (
     LOAD_ADAPTER,
     RESTART_SHIFT,
     SLEEP,
+    UNLOAD_ADAPTER,
     WAKE_UP,
     Abort,
     Adapters,
@@ -48,6 +49,8 @@ from engine.transport.messages import (
     ToEngine,
 )
 from hpu.protocol import TOKEN_BYTES
+
+logger = logging.getLogger(__name__)
 
 CONTROL_TIMEOUT_S = 30.0
 SLOW_CONTROLS_S = {SLEEP: 600.0, WAKE_UP: 7200.0, LOAD_ADAPTER: 600.0}
@@ -167,6 +170,8 @@ class SingleEngineClient:
         self._registered: Mapping[str, LoRAInfo] = {}
         """The adapters that the engine has now, without adapters that it must load again after a
         crash."""
+        self.wanted_adapters: Callable[[], Mapping[str, LoRAInfo]] = lambda: self.state.adapters
+        """Returns the adapters that a restarted engine must serve, by name."""
         self._on_stats: Callable[[EngineStats], None] = _ignore
         self._on_prompt: Callable[[list[bytes]], None] = _ignore
         self._on_failure: Callable[[int, Failure], None] = lambda engine, failure: self.end(failure)
@@ -198,27 +203,22 @@ class SingleEngineClient:
 
     @property
     def ready(self) -> Ready | None:
-        """See EngineState.ready."""
         return self.state.ready
 
     @property
     def lost(self) -> Failure | None:
-        """See EngineState.lost."""
         return self.state.lost
 
     @property
     def failure(self) -> str | None:
-        """See EngineState.failure."""
         return self.state.failure
 
     @property
     def has_failed(self) -> bool:
-        """See EngineState.has_failed."""
         return self.state.has_failed
 
     @property
     def is_restarting(self) -> bool:
-        """See EngineState.is_lost."""
         return self.state.is_lost
 
     @property
@@ -228,17 +228,14 @@ class SingleEngineClient:
 
     @property
     def is_misconfigured(self) -> bool:
-        """Whether the engine ended with a ConfigError that is not a CheckpointError."""
         return self.state.is_misconfigured
 
     @property
     def has_profile(self) -> bool:
-        """Whether the engine has ended with a ProfileWritten."""
         return self.state.has_profile
 
     @property
     def is_failure_logged(self) -> bool:
-        """See EngineState.is_failure_logged."""
         return self.state.is_failure_logged
 
     @property
@@ -327,7 +324,7 @@ class SingleEngineClient:
 
     def check_ttft(self, num_tokens: int, *, priority: int, request_limits: RequestLimits) -> None:
         """Raise Overloaded if the expected time to first token of a prompt of `num_tokens` exceeds
-        max_ttft_s. The caller checks before `add` if the limit is set."""
+        max_ttft_s."""
         expected_s = self.ttft_s(num_tokens, (priority, request_limits.tenant))
         check_ttft(expected_s, self._limits.max_ttft_s)
 
@@ -433,7 +430,6 @@ class SingleEngineClient:
 
     @property
     def is_crash_pending(self) -> bool:
-        """See EngineState.is_pending."""
         return self.state.is_pending
 
     def set_exit_cause(self, end: ProcessEnd) -> None:
@@ -448,26 +444,56 @@ class SingleEngineClient:
             self._attribute_crash(self.state, end.is_external)
 
     def _reload_adapters(self) -> None:
-        """Load the adapters that the crashed engine had loaded at run time, then resume."""
-        missing = [
-            adapter for name, adapter in self.state.adapters.items() if name not in self._registered
-        ]
+        """Make the adapters of the restarted engine the `wanted_adapters`, then resume."""
+        configured = tuple(self._registered)
 
         async def reload() -> None:
-            for adapter in missing:
-                # Another front end may have loaded the adapter. Requests for an adapter that cannot
-                # be loaded fail on their own.
-                with contextlib.suppress(UserError, RequestFailed, Overloaded):
-                    await self._call(LOAD_ADAPTER, {"adapter": adapter.named})
+            tried: set[tuple[str, str]] = set()
+            # The wanted adapters may change meanwhile.
+            while calls := {
+                call: arguments
+                for call, arguments in self._adapter_calls(configured).items()
+                if call not in tried
+            }:
+                for (control, name), arguments in calls.items():
+                    await self._change_adapter(control, name, arguments)
+                tried.update(calls)
             self._restore()
 
         self._stop_reloading()
-        if missing:
+        if self._adapter_calls(configured):
             task = asyncio.ensure_future(reload())
             self._reloading.add(task)
             task.add_done_callback(self._reloading.discard)
         else:
             self._restore()
+
+    def _adapter_calls(self, configured: Sequence[str]) -> dict[tuple[str, str], dict[str, object]]:
+        """Arguments of the calls after which the restarted engine serves the wanted adapters, by
+        control and adapter name. Adapters that are not in `configured`, the names at the start of
+        the engine, are not unloaded: another front end may have loaded them."""
+        wanted, has = self.wanted_adapters(), self._registered
+        changed = [
+            name
+            for name in configured
+            if name in has and (name not in wanted or wanted[name].content != has[name].content)
+        ]
+        calls: dict[tuple[str, str], dict[str, object]] = {
+            (UNLOAD_ADAPTER, name): {"lora_name": name} for name in changed
+        }
+        for name, info in wanted.items():
+            if name not in has:
+                calls[LOAD_ADAPTER, name] = {"adapter": info.named}
+        return calls
+
+    async def _change_adapter(self, control: str, name: str, arguments: dict[str, object]) -> None:
+        """Make a call of `_adapter_calls`. Another front end may have unloaded the adapter.
+        Requests for an adapter that cannot be loaded fail on their own."""
+        try:
+            await self._call(control, arguments)
+        except (UserError, RequestFailed, Overloaded) as error:
+            if control == LOAD_ADAPTER:
+                logger.warning("The restart has lost the adapter %s: %s", name, error)
 
     def _stop_reloading(self) -> None:
         """Stop loading adapters, since the restarted engine or this client has ended. The task
@@ -517,7 +543,7 @@ class SingleEngineClient:
         elif isinstance(message, Adapters):
             self._registered = {info.name: info for info in message.infos}
             # A request for an adapter that will be loaded again is accepted meanwhile.
-            self.adapters = {**self.state.adapters, **self._registered}
+            self.adapters = self.state.adapters if self.state.is_lost else self._registered
         elif isinstance(message, Progress):
             self.progress = message
         elif isinstance(message, Ready):

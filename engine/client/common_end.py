@@ -12,7 +12,7 @@ class IndependentEnds:
     engines."""
 
     def end(self, failure: Failure) -> None:
-        """End all clients with `failure`, if the engines end together."""
+        """Does nothing: the engines end independently."""
 
 
 class FailurePropagation(IndependentEnds):
@@ -28,7 +28,6 @@ class FailurePropagation(IndependentEnds):
             engine.on_failure(self._report)
 
     def _report(self, engine: int, failure: Failure) -> None:
-        """Handle the failure of `engine`: end all clients, or wait for the cause."""
         if self._cause is None:
             self._cause = engine, failure
             if failure.may_follow:

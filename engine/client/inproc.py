@@ -21,10 +21,8 @@ class Closed(Exception):
 
 
 class InprocClient(SingleEngineClient):
-    """EngineClient without an engine process. Belongs to a single asyncio loop.
-
-    The number of waiting prompt tokens is unlimited; `LLM` limits the number of open requests.
-    """
+    """EngineClient without an engine process. Belongs to a single asyncio loop. The number of
+    waiting prompt tokens is unlimited."""
 
     def __init__(
         self,

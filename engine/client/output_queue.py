@@ -26,7 +26,7 @@ UNREAD_PART_BYTES = 1_200
 
 
 class Update(msgspec.Struct, gc=False):
-    """All output that arrived since the queue was last read."""
+    """Output of a request that the reader has not read, or a part of it (see `take_first`)."""
 
     tokens: list[int] = []
     num_merged: int = 0
@@ -117,7 +117,7 @@ class RequestOutputQueue:
         """Crashes with this request as the only suspect; reset at a crash if the request has
         progressed, or if the crash has no suspect."""
         self.num_external_deaths = 0
-        """How many of `num_deaths` were external kills (operator, OOM killer)."""
+        """How many of `num_deaths` were kills by another process."""
         self._output = array("I")
         """Output tokens, kept only if the request can be resumed. `_num_prompt_logprobs` counts the
         prompt positions with log-probabilities."""

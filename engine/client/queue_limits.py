@@ -20,8 +20,8 @@ class QueueLimits:
         fair_share: bool = False,
         max_ttft_s: float = 0.0,
     ) -> None:
-        """`max_ttft_s`: maximum expected time to first token; 0: no limit. The engine clients check
-        it, because it depends on the engine."""
+        """`max_ttft_s`: maximum expected time to first token, which this class does not check; 0:
+        no limit."""
         self.fair_share = fair_share
         self.max_ttft_s = max_ttft_s
         self._max_requests = max_requests

@@ -72,7 +72,6 @@ class Resumer:
             self._unsent.popleft()
 
     def _resume(self, queue: RequestOutputQueue) -> bool:
-        """Send the request; True if it was sent or has already ended."""
         if not self._router.is_open(queue):
             return True
         try:

@@ -4,11 +4,12 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
 
-from config.errors import EngineDied
+from config.errors import EngineDied, UserError
 from config.lora.info import LoRAInfo
 from engine.client.base import SingleEngineClient, check_ttft
 from engine.client.common_end import FailurePropagation, IndependentEnds
@@ -22,7 +23,9 @@ from engine.transport.messages import (
     AWAKE,
     BACKGROUND_WARMUP,
     FALLING_ASLEEP,
+    LOAD_ADAPTER,
     SLEEP,
+    UNLOAD_ADAPTER,
     WAKE_UP,
     AddRequest,
     EngineStats,
@@ -174,6 +177,7 @@ class RouterClient:
         change."""
         for engine, prefixes in zip(engines, self._prefixes, strict=True):
             engine.on_prompt(prefixes.add)
+            engine.wanted_adapters = partial(self._wanted_adapters, engine)
         self._ends = FailurePropagation(engines) if are_coupled else IndependentEnds()
         self._present = tuple(engine for engine in engines if not engine.has_failed) or engines
         """Engines that had not failed when this client was created; all engines if all had
@@ -267,15 +271,30 @@ class RouterClient:
 
     @property
     def adapters(self) -> Mapping[str, LoRAInfo]:
-        """Adapters that every living engine serves. Engines may differ while an adapter is being
-        loaded or unloaded."""
-        first, *others = [engine.adapters for engine in self.living] or [{}]
+        """Adapters that every running engine serves. Engines may differ while an adapter is being
+        loaded or unloaded. If no engine runs: the adapters of the engine that crashed last."""
+        return self._common_adapters(self._running)
+
+    @property
+    def _running(self) -> list[SingleEngineClient]:
+        return [engine for engine in self._engines if engine.is_alive]
+
+    def _wanted_adapters(self, restarted: SingleEngineClient) -> Mapping[str, LoRAInfo]:
+        """Adapters that `restarted` must serve: `adapters` without this engine."""
+        return self._common_adapters([e for e in self._running if e is not restarted])
+
+    def _common_adapters(self, running: Sequence[SingleEngineClient]) -> Mapping[str, LoRAInfo]:
+        """Adapters that all engines in `running` serve under the same name; if it is empty, the
+        adapters of the engine that crashed last."""
+        if not running:
+            return max(self._engines, key=lambda engine: engine.state.since_s).state.adapters
+        first, *others = [engine.adapters for engine in running]
         if not others:
             return first
         return {
             name: info
             for name, info in first.items()
-            if all(name in engine and engine[name].content == info.content for engine in others)
+            if all(name in other and other[name].content == info.content for other in others)
         }
 
     def resume(self, observer: ResumptionObserver[SingleEngineClient]) -> None:
@@ -350,20 +369,33 @@ class RouterClient:
     async def control(self, name: str, **arguments: Any) -> Any:
         """Like SingleEngineClient.control, on all running engines; returns the `combined` answers.
         Waits for all engines, then raises the first error; the death of an engine is no error if
-        another engine has answered."""
-        living = [engine for engine in self._engines if engine.is_alive]
-        living = living or self.living or list(self._engines)
-        calls = (engine.control(name, **arguments) for engine in living)
-        answers = await asyncio.gather(*calls, return_exceptions=True)
+        another engine has answered. LOAD_ADAPTER and UNLOAD_ADAPTER also call the engines whose
+        restart ends meanwhile; UNLOAD_ADAPTER succeeds if an engine had the adapter."""
+        called: list[SingleEngineClient] = []
+        answers: list[object] = []
+        while engines := self._uncalled(called):
+            called += engines
+            calls = (engine.control(name, **arguments) for engine in engines)
+            answers += await asyncio.gather(*calls, return_exceptions=True)
+            if name not in (LOAD_ADAPTER, UNLOAD_ADAPTER):
+                break
         values = [answer for answer in answers if not isinstance(answer, BaseException)]
-        for error in answers:
+        for engine, answer in zip(called, answers, strict=True):
             # An engine that died during the call is ignored if another engine has answered.
-            if isinstance(error, BaseException) and not (values and isinstance(error, EngineDied)):
-                raise error
+            has_died = isinstance(answer, EngineDied) or not engine.is_alive
+            has_none = name == UNLOAD_ADAPTER and isinstance(answer, UserError)
+            if isinstance(answer, BaseException) and not (values and (has_died or has_none)):
+                raise answer
         if name in ("reset_prefix_cache", SLEEP):
             for prefixes in self._prefixes:
                 prefixes.clear()
         return combined(name, values)
+
+    def _uncalled(self, called: Sequence[SingleEngineClient]) -> list[SingleEngineClient]:
+        """Engines that a control must call after the engines in `called`."""
+        if called:
+            return [engine for engine in self._running if engine not in called]
+        return self._running or self.living or list(self._engines)
 
     def fail(self, message: str, *, is_config: bool = False) -> None:
         """Report that all engines have ended."""
@@ -382,7 +414,7 @@ class RouterClient:
     @property
     def _routable(self) -> list[SingleEngineClient]:
         """Engines that new requests may go to."""
-        running = [engine for engine in self._engines if engine.is_alive] or self.living
+        running = self._running or self.living
         return [engine for engine in running if engine.stats.sleep == AWAKE] or running
 
     def _route(

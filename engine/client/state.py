@@ -17,16 +17,17 @@ class Failure(NamedTuple):
 
     message: str
     is_config: bool = False
-    """The failure is a ConfigError that is not a CheckpointError."""
+    """Whether the failure is a ConfigError that is not a CheckpointError."""
     is_logged: bool = False
-    """The engine reported the failure itself, so that a front end need not log it as an error."""
+    """Whether the engine reported the failure itself, so that a front end need not log it as an
+    error."""
     may_follow: bool = False
-    """The failure may be a consequence of another engine's end."""
+    """Whether the failure may be a consequence of another engine's end."""
     is_external: bool | None = False
-    """The cause lies outside of the engine's computation, for example a kill by another process;
-    None: not known yet."""
+    """Whether the cause lies outside of the engine's computation, for example a kill by another
+    process; None: not known yet."""
     is_profile: bool = False
-    """The engine has written the profile that it was started for (ProfileWritten)."""
+    """Whether the engine has written the profile that it was started for (ProfileWritten)."""
 
 
 class Pause(NamedTuple):
@@ -62,6 +63,8 @@ class EngineState:
     """Whether the engine has ended for good."""
     adapters: Mapping[str, LoRAInfo] = {}
     """Adapters that a crashed engine served, by name."""
+    since_s = 0.0
+    """Monotonic time of the crash, while the engine is being restarted."""
     num_requests = 0
     """Open requests at the crash."""
     is_pending = False
@@ -133,7 +136,7 @@ class Lost(EngineState):
         self.lost: Failure = cause
         self.adapters = dict(adapters)
         self.is_pending = False
-        self._since_s = time.monotonic()
+        self.since_s = time.monotonic()
 
     def check_running(self) -> None:
         raise self.restarting()
@@ -167,7 +170,7 @@ class Lost(EngineState):
             self._timer.cancel()
 
     def pause(self) -> Pause:
-        return Pause(self.lost, self.num_requests, time.monotonic() - self._since_s)
+        return Pause(self.lost, self.num_requests, time.monotonic() - self.since_s)
 
     def explain(self, failure: Failure) -> None:
         if not self.lost.is_logged:

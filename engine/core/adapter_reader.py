@@ -36,7 +36,7 @@ class AdapterReader:
         return loaded.info(adapter.name, adapter.base_model_name, adapter.kind)
 
     def read_configured(self) -> list[LoRAInfo]:
-        """The adapters of --lora-modules. Raises ConfigError."""
+        """The adapters of --lora-modules and --default-mm-loras. Raises ConfigError."""
         adapters = configured_adapters(self._config.lora, self._config.download_dir)
         infos = []
         for adapter in adapters:

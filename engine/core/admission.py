@@ -74,7 +74,6 @@ class Admission:
         return request
 
     def _refusal(self, message: AddRequest) -> Refusal | None:
-        """Why the engine rejects a request; None if it accepts the request."""
         error = _model_error(message, self._limits)
         if error is not None:
             return Refusal(error)
@@ -90,7 +89,6 @@ class Admission:
 
 
 def _model_error(message: AddRequest, limits: ModelLimits) -> str | None:
-    """Why the model cannot run a request; None if it can."""
     num_bytes = message.prompt.nbytes
     if num_bytes % TOKEN_BYTES:
         return f"the prompt has {num_bytes} bytes, which is not a multiple of {TOKEN_BYTES}"
@@ -118,8 +116,6 @@ def _model_error(message: AddRequest, limits: ModelLimits) -> str | None:
 
 
 def _invalid_token(params: SamplingParams, vocab_size: int) -> int | None:
-    """First token id in the sampling parameters that is outside the vocabulary; None if all are
-    valid."""
     lists: tuple[Collection[int] | TokenIds, ...] = (
         params.logit_bias,
         params.allowed_token_ids or (),

@@ -275,7 +275,6 @@ class EngineCore:
                 self._has_output = True
 
     def _end_overdue(self) -> None:
-        """Fail the requests whose deadlines have passed."""
         now = self._clock()
         for key in self._deadlines.take_passed(now):
             request = self._requests.pop(key, None)
@@ -354,7 +353,6 @@ class EngineCore:
             self._fail_adapter(loaded)
 
     def _fail_adapter(self, loaded: AdapterLoaded) -> None:
-        """Fail the requests of an adapter that could not be loaded."""
         requests = [
             request for request in self._requests.values() if request.adapter == loaded.content
         ]
@@ -373,8 +371,9 @@ class EngineCore:
 
     def _sleep(self, level: int = 1, mode: str = "abort") -> str:
         """Release device memory, see hpu.worker.worker.Worker.sleep. Mode "abort": at once;
-        unfinished requests end with an error. Mode "wait": after the last request has finished; new
-        requests are rejected from now on. Returns the state. Raises UserError."""
+        unfinished requests end with an error. Mode "wait": after the last request has finished;
+        from now on, new requests that continue no accepted sequence are rejected. Returns the
+        state. Raises UserError."""
         if level not in (1, 2):
             raise UserError(f"level is {level}, it must be 1 or 2", param="level")
         if mode not in ("abort", "wait"):
@@ -487,7 +486,6 @@ class EngineCore:
         return self._drain_events()
 
     def _drain_events(self) -> list[tuple[int, StepOutput]]:
-        """Take the pending messages; empty if nothing has changed."""
         if not self._has_output and self._outputs.is_empty:
             return []
         return self._take_messages()

@@ -17,6 +17,7 @@ from engine.executors.base import Executor
 from engine.executors.select import make_executor
 from engine.process.child_process import (
     Terminated,
+    exit_with_parent,
     ignore_stop_signal,
     read_orders,
     run_child,
@@ -55,11 +56,9 @@ def main() -> None:
 
 def run(orders: EngineOrders, make_executor: MakeExecutor) -> int:
     """Serve until stopped; returns the exit code. At the end, sends Failed to every front end."""
-    return run_child(
-        lambda: _serve(orders, make_executor),
-        # A dead parent cannot remove the directory.
-        clean_up=lambda: shutil.rmtree(orders.directory, ignore_errors=True),
-    )
+    # A dead parent cannot remove the directory.
+    exit_with_parent(lambda: shutil.rmtree(orders.directory, ignore_errors=True))
+    return run_child(lambda: _serve(orders, make_executor))
 
 
 def _serve(orders: EngineOrders, make_executor: MakeExecutor) -> int:

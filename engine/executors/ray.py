@@ -218,7 +218,7 @@ class RayLauncher:
             ) from None
         cards = {"resources": {"HPU": 1}} if resource == "HPU" else {"num_gpus": 1}
         actor_class = ray.remote(
-            # `stop` needs a thread while `wait` blocks another.
+            # `stop` needs a thread while `wait` blocks another thread.
             max_concurrency=4,
             num_cpus=0 if self._resource else 1,
             **(cards if self._resource else {}),

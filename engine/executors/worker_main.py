@@ -19,6 +19,7 @@ from config.log import setup as setup_log
 from config.native import panics_as_errors
 from engine.process.child_process import (
     Terminated,
+    exit_with_parent,
     ignore_stop_signal,
     read_orders,
     run_child,
@@ -113,9 +114,11 @@ class StepChannel:
 def main() -> None:
     """Entry point of a worker process."""
     orders = read_orders(WorkerOrders)
+    # Before the import below, which takes seconds.
+    exit_with_parent()
     set_title(f"worker {orders.ranks.rank}")
     setup_log("worker", rank=orders.ranks.rank, config=orders.log)
-    # Must run before torch counts the cores and before any memory is allocated.
+    # Must run before torch counts the cores and before the worker allocates memory.
     config = bind_worker(orders.config, orders.ranks)
     from hpu.worker.worker import Worker
 

@@ -26,7 +26,8 @@ class BlockPool:
         self._ref_count = [0] * size
         self._hash_of: list[bytes | None] = [None] * size
         self._cached_blocks: dict[bytes, int] = {}
-        # Two free lists: blocks without a hash are allocated first, then the least recently used.
+        # Two free lists: blocks without a hash are allocated first, then the least recently used
+        # block with a hash.
         self._free_uncached: deque[int] | list[int]
         self._pop_uncached: Callable[[], int]
         self._push_uncached: Callable[[int], None]

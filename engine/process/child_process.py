@@ -101,7 +101,7 @@ class ProcessEnd(NamedTuple):
     description: str
     """Name and end of the process, such as `worker 0 (process 17) was killed by SIGKILL`."""
     is_external: bool
-    """Whether another process killed it (operator, OOM killer)."""
+    """Whether another process, such as the OOM killer, killed the process."""
     pid: int
 
 
@@ -111,7 +111,6 @@ def is_external_end(code: int) -> bool:
 
 
 def _is_stopped(pid: int) -> bool:
-    """Whether a signal has stopped the process."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
     except OSError:
@@ -317,10 +316,8 @@ def ignore_stop_signal() -> None:
     signal.signal(STOP, signal.SIG_IGN)
 
 
-def run_child(work: Callable[[], int], clean_up: Callable[[], None] = lambda: None) -> int:
-    """In the child: run `work`, which handles Terminated, and return its exit code. The process
-    exits at once when the parent dies, after `clean_up`."""
-    exit_with_parent(clean_up)
+def run_child(work: Callable[[], int]) -> int:
+    """In the child: run `work`, which handles Terminated, and return its exit code."""
     try:
         install_stop_handler()
         code = work()

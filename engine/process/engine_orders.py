@@ -1,5 +1,5 @@
 """Arguments of an engine process, and the endpoints at which it connects to front ends and to the
-DPCoordinator. A front end imports this module without the engine loop."""
+DPCoordinator."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -72,8 +72,8 @@ class CallKilled(Exception):
 
 
 class CallInterrupted(CallKilled):
-    """The process of a call ended for a reason that may lie outside of the call: its wall time on a
-    busy machine, or a signal of another process. A repeated call may succeed."""
+    """The call has no result for a reason that may lie outside of the call, such as its wall time
+    on a busy machine or a signal of another process. A repeated call may succeed."""
 
 
 class CallBroken(Exception):
@@ -448,7 +448,8 @@ def _processor_time(pid: int) -> int:
 
 
 def _on_stack(stack_bytes: int, work: Callable[[], int]) -> int:
-    """Run `work` on a thread with `stack_bytes` of stack, and return its result."""
+    """Run `work` on a thread with `stack_bytes` of stack, and return its result; _OUT_OF_MEMORY if
+    `work` raises."""
     codes: list[int] = []
     threading.stack_size(stack_bytes)
     thread = threading.Thread(target=lambda: codes.append(work()))

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 STABLE_S = 60.0
-"""Seconds after a process was ready when its count of consecutive restarts is reset."""
+"""Seconds of being ready after which the count of consecutive restarts is reset."""
 FIRST_WAIT_S, MAX_WAIT_S = 0.5, 30.0
 """Wait before the second consecutive restart, which doubles with each further restart, and the
 default maximum wait; seconds. The first restart is immediate."""
@@ -30,9 +30,9 @@ class RestartLimit:
         self.max_restarts = max_restarts
         self.in_a_row = 0
 
-    def wait_s(self, *, is_misconfigured: bool = False) -> float | None:
+    def wait_s(self, *, is_misconfigured: bool = False, is_limited: bool = True) -> float | None:
         """Count an exit of the process. Returns the wait before its restart in seconds, or None if
-        it must not be restarted."""
+        it must not be restarted. `is_limited`: no restart after `max_restarts`."""
         try:
             life_s = time.monotonic() - self._ready_file.stat().st_mtime
             self._ready_file.unlink()
@@ -44,7 +44,7 @@ class RestartLimit:
             if not self.in_a_row or is_misconfigured:
                 return None
         self.in_a_row += 1
-        if self.in_a_row > self.max_restarts:
+        if self.in_a_row > self.max_restarts and is_limited:
             return None
         # The exponent is bounded: floats overflow at 2**1024.
         wait_s = FIRST_WAIT_S * 2.0 ** min(self.in_a_row - 2, 30)
@@ -53,7 +53,5 @@ class RestartLimit:
     def describe(self, wait_s: float) -> str:
         """Text for the log: `it is started again in 0.5 s, restart 2 of at most 5 in a row`."""
         wait = f" in {wait_s:g} s" if wait_s else ""
-        return (
-            f"it is started again{wait}, restart {self.in_a_row} of at most {self.max_restarts} in "
-            "a row"
-        )
+        limit = f" of at most {self.max_restarts}" if self.in_a_row <= self.max_restarts else ""
+        return f"it is started again{wait}, restart {self.in_a_row}{limit} in a row"

@@ -148,8 +148,9 @@ def _makers(table: BucketTable, phase: int, strategy: str) -> str:
 
 
 def heat_map(title: str, cells: Sequence[Cell]) -> list[str]:
-    """A text line per row, a character per column. Adjacent columns share a character if there are
-    more than COLUMNS."""
+    """Lines of a heat map: the title, a line per row with a character per column, and the labels of
+    the first and the last column. Adjacent columns share a character if there are more than
+    COLUMNS."""
     rows = sorted({cell.row for cell in cells})
     columns = sorted({cell.column for cell in cells})
     width = min(COLUMNS, len(columns))

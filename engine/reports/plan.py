@@ -98,13 +98,14 @@ class Plan:
 
     @property
     def graph_bytes(self) -> tuple[int, int]:
-        """(smallest, largest) memory of all graphs, by the published sizes."""
+        """(smallest, largest) estimate of the memory of all graphs, from GRAPH_BYTES."""
         least, most = GRAPH_BYTES
         return self.num_graphs * least, self.num_graphs * most
 
     @property
     def fits(self) -> bool:
-        """Whether the model fits the card, and the smallest graphs fit the reserve."""
+        """Whether the model fits the card, and the smallest estimate of the graphs' memory fits the
+        reserve."""
         return self.card.fits and self.graph_bytes[0] <= self.card.parts.graphs
 
     @property
@@ -239,7 +240,8 @@ def _table(model_config: ModelConfig, config: EngineConfig, card: CardPlan) -> B
 
 
 def _graph_notes(plan: Plan) -> list[str]:
-    """A note if all graphs at the largest published size do not fit into the reserve."""
+    """A note if the plan fits, but the largest estimate of the graphs' memory exceeds the
+    reserve."""
     least, most = plan.graph_bytes
     reserve = plan.card.parts.graphs
     if not plan.fits or most <= reserve:

@@ -7,7 +7,7 @@ from hpu.protocol import TOKEN_BYTES, SampledTokens
 def known_tokens(decodes: list[Request], width: int) -> SampledTokens:
     """The last `width` tokens and the drafts of each request in `decodes`. Clears the drafts.
 
-    A decode runs `num_stages` steps after the previous decode of its request, and at most
+    A decode runs at least `num_stages` steps after the previous decode of its request, and at most
     `num_stages` steps are in flight, so the result of the previous decode is known.
     """
     tokens = bytearray()

@@ -75,10 +75,18 @@ class LoRASlots(RequestResource):
         return list(self._by_name.values())
 
     def register(self, info: LoRAInfo) -> None:
-        """Start serving an adapter. Raises UserError."""
+        """Start serving an adapter; an adapter that is served already under this name, with the
+        same files, is accepted. Raises UserError."""
         self._check_enabled()
-        if info.name in self._by_name:
-            raise UserError(f"the adapter {info.name} is loaded already", param="lora_name")
+        before = self._by_name.get(info.name)
+        if before and before.content == info.content:
+            # Another engine may have failed to load it, or several front ends load it again.
+            return
+        if before:
+            raise UserError(
+                f"the adapter {info.name} is loaded already, with other files: unload it first",
+                param="lora_name",
+            )
         if len(self._by_name) >= MAX_ADAPTERS:
             raise UserError(
                 f"{len(self._by_name)} adapters are loaded, at most {MAX_ADAPTERS} are allowed: "
@@ -102,6 +110,9 @@ class LoRASlots(RequestResource):
             raise UserError(f"there is no adapter {name}", param="lora_name")
         entry = self._entries[info.content]
         entry.names.discard(name)
+        if entry.names and entry.info.name == name:
+            # The files of the unloaded adapter may be removed.
+            entry.info = self._by_name[min(entry.names)]
         # Removed first, so that the entry becomes the newest.
         self._retired.pop(info.content, None)
         self._retired[info.content] = info

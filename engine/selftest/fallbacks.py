@@ -23,7 +23,7 @@ class Choice(NamedTuple):
     """The value to set; empty with `problem`."""
     checks: tuple[str, ...]
     problem: str
-    """Why the setting is not changed; empty if it is."""
+    """Why the setting is not changed; empty if the setting is changed."""
 
 
 def select(results: Iterable[CheckResult], in_use: Mapping[str, InUse]) -> list[Choice]:

@@ -64,7 +64,7 @@ class CheckResult(msgspec.Struct, frozen=True):
 
 
 class SelfTest(msgspec.Struct, frozen=True):
-    """A stored result."""
+    """Result of a self-test, as stored in its file."""
 
     identity: Identity
     is_quick: bool

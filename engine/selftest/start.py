@@ -259,8 +259,8 @@ def _mode(loaded: Loaded) -> str:
 
 
 def failure_report(found: SelfTest, machine: Machine) -> bytes:
-    """Report as JSON. The values of SECRET_NAMES, from MIN_SECRET characters, and the path of the
-    user's home folder are redacted."""
+    """Report as JSON. Redacts the user's home folder, and the values of variables that match
+    SECRET_NAMES and have at least MIN_SECRET characters."""
     packages = {name: machine.version(name) or "" for name in REPORTED_PACKAGES}
     variables = {
         name: word for name, word in machine.environment.items() if REPORTED_VARIABLES.match(name)

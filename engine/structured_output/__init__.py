@@ -1,2 +1,2 @@
-"""Structured output: size checks of grammars, compilation in an isolated process, token-by-token
-matching, and the end of reasoning."""
+"""Structured output: size checks of grammars, compilation after a trial in an isolated process,
+token-by-token matching, and the end of reasoning."""

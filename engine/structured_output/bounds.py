@@ -53,7 +53,7 @@ def check_pattern_size(pattern: str, kind: str) -> None:
         if character == "(":
             groups.append([0, 0, 0, 0])
             if pattern.startswith("?", position):
-                # `(?` starts flags or a non-capturing group; the `?` is not a quantifier.
+                # The `?` of `(?` is not a quantifier.
                 position += 1
         elif character == ")" and len(groups) > 1:
             size, options, _, _ = groups.pop()

@@ -17,6 +17,7 @@ from config.checkpoint.tokenizer_bounds import check_tokenizer_file
 from config.errors import ConfigError, UserError
 from config.native import NativePanic, panics_as_errors
 from config.params.structured_output import FREE, GrammarSpec, ThinkingSpec
+from config.whole_files import is_present
 from engine.structured_output.bounds import (
     check_cycles,
     check_grammar_size,
@@ -98,7 +99,7 @@ class Vocabulary:
         """Reads tokenizer.json, which takes about a second for a large file. `vocab_size`: the
         model's size. Raises UserError if the model cannot use grammars."""
         path = Path(folder) / "tokenizer.json"
-        if not path.is_file():
+        if not is_present(path):
             raise _error("this model has no tokenizer.json, which structured output requires")
         try:
             check_tokenizer_file(path)
@@ -338,12 +339,10 @@ class Guide:
 
     @property
     def mean_step_s(self) -> float:
-        """See Grammar.mean_step_s."""
         return self._grammar.mean_step_s
 
     @property
     def limits_time(self) -> bool:
-        """See Grammar.limits_time."""
         return self._grammar.limits_time
 
     def fork(self) -> "Guide":

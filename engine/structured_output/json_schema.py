@@ -271,7 +271,8 @@ def _number(schema: dict[str, Any], name: str) -> float | None:
 
 def check_terminates(schema: Any) -> None:
     """Raise UserError for a recursive schema that no finite value satisfies, such as an object that
-    requires a property of its own type: the library never finishes compiling some of these."""
+    requires a property of its own type: the library never finishes compiling some of these. Accepts
+    a schema after MAX_TERMINATION_PASSES passes."""
     objects = _all_objects(schema)
     if not any("$ref" in part for part in objects):
         return

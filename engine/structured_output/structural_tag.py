@@ -25,11 +25,11 @@ def tags_to_lark(
     outermost part, or an element of an outermost `or`, may also be triggered_tags. Raises
     UserError.
 
-    For tool calls, the server uses further types. `optional` and `repeat` wrap an `element`.
-    `text_until` ends at a `mark`. `calls`, outermost or in an outermost `or`, is triggered_tags
-    without `end`: `silent` lists words that the text may contain, and a `bare` part may replace a
-    text that begins with any of the `bare_starts`. With "special_tokens": true, the words of
-    `special_ids` become special tokens.
+    Further types serve tool calls. `optional` and `repeat` wrap an `element`. `text_until` ends at
+    a `mark`. `calls`, outermost or in an outermost `or`, is triggered_tags without `end`: `silent`
+    lists words that the text may contain, and a `bare` part may replace a text that begins with any
+    of the `bare_starts`. With "special_tokens": true, the words of `special_ids` become special
+    tokens.
     """
     words = (special_ids or {}) if spec.get("special_tokens") is True else {}
     writer = _Writer(json_form, words)
@@ -108,7 +108,7 @@ class _Writer:
             begin, content = _string(tag, "begin"), self._rule("call", self.part(tag["content"], 1))
             if (special := self._literal(begin)).startswith("<["):
                 calls.append(f"{special} {content}")
-            # The spelled-out word and the special token have the same text.
+            # Match the trigger in ordinary tokens too: its text equals the special token's text.
             lazy = self._rule("trigger", f"TEXT {_quoted(begin)}", "[lazy]")
             calls.append(f"{lazy} {content}")
             if starts:

@@ -378,7 +378,7 @@ class RouterSocket(Generic[Sent, Received]):
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(_number(self._socket, zmq.FD), self._drain)
         self._loop.add_reader(_number(self._monitor, zmq.FD), self._watch_connections)
-        # The descriptor signals nothing until the socket has been read until empty.
+        # The descriptor signals nothing before the first read of the socket until it is empty.
         self._schedule_drain()
         self._watch_connections()
 

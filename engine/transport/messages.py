@@ -74,8 +74,8 @@ NO_SAMPLING = SamplingParams()
 
 
 class AddRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=1):
-    """A sequence to generate, or a text to pool. A request with n choices is sent as n sequences
-    with derived seeds."""
+    """A sequence to generate, or a text to pool. A request with n choices is sent as n
+    sequences."""
 
     key: int
     """Unique key of the sequence; set by EngineClient.add."""

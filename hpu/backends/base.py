@@ -1,4 +1,4 @@
-"""Backend: the device interface. All code above this folder uses devices only through it."""
+"""Backend: interface of a device."""
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -219,8 +219,8 @@ class Backend(Protocol):
         return
 
     def adapt(self, model: nn.Module) -> None:
-        """Change layers of `model` that the device cannot run as they are. `prepare` does this too;
-        for modules that `prepare` does not get."""
+        """Change layers of `model` that the device cannot run as they are. For a module that is not
+        passed to `prepare`, which includes this change."""
         return
 
     def prepare(self, model: nn.Module, patcher: IncCompressor | None = None) -> nn.Module:

@@ -1,5 +1,5 @@
 """CudaBackend: an NVIDIA GPU, for development without a Gaudi. Launches are padded to buckets and
-replayed as graphs, as on a Gaudi. `--device auto` never selects it."""
+replayed as graphs, as on a Gaudi."""
 
 import logging
 from collections.abc import Callable, Sequence

@@ -1,5 +1,5 @@
 """GaudiBackend: a Gaudi card through the vendor's runtime (habana_frameworks), in any of the four
-modes. The fused kernels are in hpu/ops/gaudi.py.
+modes.
 
 In lazy mode operations are collected until mark_step ends the segment, which becomes a recipe.
 `_end_recipe` and `_mark_layers` end segments within a launch, for smaller recipes.
@@ -312,7 +312,6 @@ class GaudiBackend(Backend):
 
     @property
     def _float32_matmul(self) -> Matmul:
-        """Product of float32 matrices on this card."""
         if self._facts.multiplies_float32:
             return torch.matmul
         writes_float32 = self._has_kernel("matmul.float32_out", self._generation())
@@ -533,7 +532,7 @@ class GaudiBackend(Backend):
         return torch.zeros(shape, dtype=dtype, device=self.device)
 
     def host_tensor(self, size: int, dtype: torch.dtype) -> Tensor:
-        # The vendor's software does not use pinned memory.
+        # Not pinned, as in the vendor's plug-in for vLLM.
         return torch.zeros(size, dtype=dtype)
 
     def to_host(self, tensor: Tensor) -> Tensor:
@@ -719,13 +718,18 @@ class GaudiBackend(Backend):
         for name in ("cache_size_limit", "accumulated_cache_size_limit"):
             setattr(limits, name, max(getattr(limits, name), MAX_SHAPES))
         for part in parts:
-            part.compile(**options)
+            if type(part).__module__.startswith(nn.__name__):
+                # Module.compile has no effect on torch's own modules: the tracer skips their
+                # frames, and wraps only a function that is not Module._call_impl.
+                part.forward = torch.compile(part.forward, **options)
+            else:
+                part.compile(**options)
 
     @contextlib.contextmanager
     def compile_only(self) -> Iterator[bool]:
         """PT_COMPILE_ONLY_MODE, as in the warm-up of vLLM's Gaudi plug-in (warmup_model in
         vllm_gaudi/v1/worker/hpu_model_runner.py): the bridge compiles a recipe, and skips synLaunch
-        (its graph.cpp). A runtime that is too old for it raises KeyError."""
+        (its graph.cpp). Yields False if the runtime does not know this variable."""
         if self._mode not in (HPU_GRAPHS, TORCH_COMPILE):
             yield False
             return

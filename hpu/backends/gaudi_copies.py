@@ -173,7 +173,6 @@ class GaudiEvent:
 
 
 def _can_pin() -> bool:
-    """Whether the runtime can allocate pinned host memory."""
     with warnings.catch_warnings():
         # Newer releases of torch warn that the device need not be named.
         warnings.simplefilter("ignore")

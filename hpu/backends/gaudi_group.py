@@ -17,7 +17,7 @@ class GaudiGroup:
     """Process group of `ranks`; with a single rank no group is created.
 
     With more ranks PT_HPU_ENABLE_LAZY_COLLECTIVES must be true before the runtime is imported, or
-    HPU graphs cannot contain collectives; env.hpu_environment sets it in lazy mode.
+    HPU graphs cannot contain collectives.
     """
 
     def __init__(self, ranks: Ranks) -> None:

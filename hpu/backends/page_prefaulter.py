@@ -30,8 +30,8 @@ Python's mmap module lacks the constant."""
 
 
 class PagePrefaulter:
-    """Pre-faulting of caches whose memory is already allocated, or which the system cannot
-    pre-fault: does nothing."""
+    """Pre-faulting that does nothing, for caches that are already allocated or that the system
+    cannot pre-fault."""
 
     def start(self) -> None:
         """Start to pre-fault the first blocks. `close` must follow at the end."""

@@ -26,8 +26,8 @@ MAX_CACHED_LOOKUPS = 65_536
 class Lookup:
     """Bucket of a launch, and whether it was prepared.
 
-    `hit`: prepared. `fallback`: no earlier bucket held the launch, created by this lookup. `miss`:
-    created by an earlier fallback.
+    `hit`: the bucket was prepared. `fallback`: this lookup created the bucket, because no bucket
+    held the launch. `miss`: an earlier fallback created the bucket.
     """
 
     bucket: Shape
@@ -61,7 +61,6 @@ class BucketTable:
 
     @property
     def phases(self) -> tuple[int, ...]:
-        """Phases of this table's launches."""
         return (PREFILL,) if self.limits.is_pooling else (PREFILL, DECODE)
 
     @classmethod

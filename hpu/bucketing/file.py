@@ -27,9 +27,9 @@ def parse_buckets(text: str, name: str = "bucket file") -> Shapes:
     """(prompt, decode) shapes of a text with lines of `(batch, query, blocks)`.
 
     Each element is a number, a list, or range([start, ]end[, step]). A range with a start includes
-    its end if the end is a multiple of the step away, like in the example of the plug-in's
-    documentation. A line yields all combinations of its elements. A query of 1 is a decode bucket.
-    `#` starts a comment.
+    its end if the step divides their difference, as in the example of the plug-in's documentation.
+    A line yields all combinations of its elements. A query of 1 is a decode bucket. `#` starts a
+    comment.
     """
     prompts: dict[Shape, None] = {}
     decodes: dict[Shape, None] = {}

@@ -17,7 +17,7 @@ MAX_BATCH_STEP = 32
 """Largest default step of batches."""
 
 Axes = dict[str, tuple[int, ...]]
-"""Parameters by dimension name. PARAMETERS in select.py lists the parameters of each strategy."""
+"""Parameters by dimension name; their number depends on the strategy."""
 
 
 def range_axes(config: BucketConfig, limits: BucketLimits) -> tuple[Axes, Axes]:
@@ -73,7 +73,7 @@ def padding_points(low: int, step: int, high: int, pad_max: int, pad_percent: in
     """`low`, doubled until it is at least `step`, then the fewest multiples of `step` whose padding
     is at most `pad_max` and at most `pad_percent` of the bucket.
 
-    Multiples of `pad_max` among them are always included. The last point is `high`.
+    Multiples of both `step` and `pad_max` are always included. The last point is `high`.
     """
     points = [low]
     while points[-1] < step and points[-1] < high:

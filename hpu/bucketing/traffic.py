@@ -63,7 +63,7 @@ def launches_of(traffic: list[Lengths], limits: BucketLimits) -> Launches:
     return dict(total)
 
 
-# Cached: it takes a second, and the bucket table, the warm-up order and `plan` call it.
+# Cached, because it takes about a second.
 @lru_cache(maxsize=4)
 def general_launches(limits: BucketLimits) -> Launches:
     """Launches of servers for the requests of GENERAL, as a default for unknown traffic. With

@@ -14,9 +14,9 @@ SHORT_BYTES = 1024
 
 
 class Agreement:
-    """Values that all ranks of a model agree on: the number of KV blocks, whether a bucket fits,
-    the size of a graph. All ranks must make the same calls in the same order; a call may wait for
-    all ranks."""
+    """Values that all ranks of a model agree on, such as the number of KV blocks, whether a bucket
+    fits, and the size of a graph. All ranks must make the same calls in the same order; a call may
+    wait for all ranks."""
 
     def __init__(self, host: ProcessGroup = SINGLE) -> None:
         """`host`: the process group of all ranks that carries host tensors."""
@@ -24,12 +24,10 @@ class Agreement:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0, which alone does work such as writing a file."""
         return self._host.rank == 0
 
     @property
     def is_alone(self) -> bool:
-        """Whether there is a single rank."""
         return self._host.size == 1
 
     def least(self, number: int) -> int:

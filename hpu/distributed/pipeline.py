@@ -57,15 +57,15 @@ class PipelineLink:
             self._exchange_tokens()
 
     def receive_hidden(self, buffer: Tensor) -> None:
-        """Fill `buffer` (B, Q, hidden) with the hidden states of the previous stage. Called before
-        a launch, on every stage but the first."""
+        """Fill `buffer` (B, Q, hidden) with the hidden states of the previous stage. Must be called
+        before a launch, on every stage but the first."""
         self._group.recv(buffer, self.stage.rank - 1)
         if self.stage.is_last:
             self._count_launch()
 
     def send_hidden(self, hidden: Tensor) -> None:
-        """Send `hidden` (B, Q, hidden) to the next stage. Called after a launch, on every stage but
-        the last."""
+        """Send `hidden` (B, Q, hidden) to the next stage. Must be called after a launch, on every
+        stage but the last."""
         self._group.send(hidden.contiguous(), self.stage.rank + 1)
         if self.stage.is_first:
             self._count_launch()

@@ -35,7 +35,6 @@ class NodeOwner(NamedTuple):
 
     @property
     def opens_to_group(self) -> bool:
-        """Whether the group may read and write."""
         return self.mode & 0o060 == 0o060
 
     def __str__(self) -> str:

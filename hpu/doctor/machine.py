@@ -1,6 +1,4 @@
-"""Machine: source of the data that the checks read. Finding: result of a check. A machine is a root
-folder, a mapping of variables, three functions, a Python version and a process id, so that a test
-can build any machine."""
+"""Machine: source of the data that the checks read. Finding: result of a check."""
 
 import importlib.metadata
 import importlib.util

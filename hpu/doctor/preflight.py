@@ -1,5 +1,4 @@
-"""Runs all checks of a Gaudi machine, for `gaudiserve doctor`, and before the start of a worker or
-of a self-test. Opens no device and imports none of the vendor's modules."""
+"""Runs all checks of a Gaudi machine. Opens no device and imports none of the vendor's modules."""
 
 import os
 from typing import NamedTuple

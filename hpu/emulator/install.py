@@ -1,8 +1,7 @@
 """Installs and uninstalls the emulated package; importing this file has no effect.
 
 `install(config, environment)` makes `import habana_frameworks.torch` and the device `hpu` work in
-this process, for every thread; `Emulator.uninstall` restores what was patched. card/tensor.py
-explains how tensors get their device.
+this process, for every thread; `Emulator.uninstall` restores what was patched.
 """
 
 import importlib
@@ -42,7 +41,7 @@ RESIZING_FACTORIES = {"arange": ("default", "start", "start_step"), "eye": ("def
 
 
 class Emulator:
-    """An installed emulator: its counters, and the phases that a test or a server sets."""
+    """An installed emulator."""
 
     def __init__(self, config: EmulatorConfig, environment: MutableMapping[str, str]) -> None:
         if hasattr(torch, "hpu") or "habana_frameworks" in sys.modules:
@@ -109,6 +108,8 @@ class Emulator:
             self._patch(
                 dist.ProcessGroup, name, collectives.with_known_types(name, method, is_lazy)
             )
+        for name, method in _methods(collectives.MOVERS):
+            self._patch(dist.ProcessGroup, name, collectives.without_short(method))
         for name, method in _methods(collectives.CARRIERS):
             self._patch(dist.ProcessGroup, name, collectives.without_host_tensors(method))
         # Otherwise Module.to would assign the data of a device tensor to a CPU parameter.
@@ -190,6 +191,7 @@ class Emulator:
         """Emulate the side effects of importing the vendor's package, which imports hccl. Outside
         of lazy mode the package has no graph functions."""
         environment = self.device.variables.environment
+        compiled.read_switches(environment)
         environment["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
         environment.setdefault("HABANA_PROFILE", "profile_api_light")
         hpu = vars(self._modules[f"{ROOT}.hpu"])
@@ -211,8 +213,8 @@ class Emulator:
             vars(self._modules[HCCL])["initialize_distributed_hpu"]()
 
     def _device_libraries(self) -> tuple[Library, Library]:
-        """Kernels for ops that do not arrive in `__torch_dispatch__`: factories, which have no
-        device tensor as an argument, and composite ops that the card runs undecomposed."""
+        """Kernels for factories, which have no device tensor as an argument and so do not arrive in
+        `__torch_dispatch__`, and for composite ops, which torch would otherwise decompose first."""
 
         def factory(op: Any, *args: Any, **kwargs: Any) -> Any:
             return self.device.run(op, args, kwargs, tensors_in((args, kwargs)))
@@ -271,7 +273,6 @@ class Emulator:
 
 
 def _methods(names: Iterable[str]) -> Iterator[tuple[str, Callable[..., object]]]:
-    """Name and method of torch's ProcessGroup, for each name that this release of torch has."""
     for name in names:
         if hasattr(dist.ProcessGroup, name):
             yield name, getattr(dist.ProcessGroup, name)
@@ -300,8 +301,7 @@ def _through_host(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def install(config: EmulatorConfig, environment: MutableMapping[str, str]) -> Emulator:
-    """Install an emulated card in this process. The runtime's variables are in `environment` (the
-    process's own, or a dictionary of a test).
+    """Install an emulated card in this process. `environment`: the runtime's variables.
 
     Raises ConfigError if the real package or another emulator is loaded already.
     """

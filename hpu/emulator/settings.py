@@ -62,13 +62,11 @@ class EmulatorConfig:
     reads_kernel_path: bool = False
     """Whether compilation fails if GC_KERNEL_PATH is empty or not set."""
     pins_memory: bool = False
-    """Whether the runtime can allocate pinned host memory. The vendor's plug-in for vLLM never uses
-    it."""
+    """Whether the runtime can allocate pinned host memory."""
     launch_submit_s: float = 0.0
     """Seconds that a thread of the runtime takes to submit a launch of lazy mode."""
     runs_on_host: bool = False
-    """Whether the vendor's operators also take tensors of the host, for tests of layers that need
-    no card; the bridge refuses such tensors."""
+    """Whether the vendor's operators also take tensors of the host, which the bridge refuses."""
     unknown_variables: frozenset[str] = frozenset()
     """Runtime variables that an older release does not know."""
     extra_supported: frozenset[str] = frozenset()
@@ -76,7 +74,7 @@ class EmulatorConfig:
     """Op names (`aten::sort`) that fall back to the host, in addition to all unlisted ops."""
 
     faults: frozenset[str] = frozenset()
-    """Names of the faults that this card emulates (hpu/emulator/faults.py)."""
+    """Names of the faults that this card emulates."""
 
     def __post_init__(self) -> None:
         check_names(self.faults)
@@ -103,13 +101,17 @@ class RuntimeVariables:
     _native: dict[str, str] = field(default_factory=dict, init=False)
 
     def lazy(self) -> bool:
-        """Whether the mode is lazy. Read once; any number but 0 means lazy. Raises RuntimeError for
-        a word, which the runtime's library cannot read (parse_env_numeric in the bridge's
-        env_flags.cpp)."""
+        """Whether the mode is lazy. Read once. Raises RuntimeError for a word, which the runtime's
+        library cannot read (parse_env_numeric in the bridge's env_flags.cpp), and
+        NotImplementedError for a number above 1: such a lazy mode launches each operator, but no
+        event and no change of the stream launches any (lazy_kernels.cpp, HPUStream.cpp,
+        HPUEvent.cpp)."""
         if self._lazy is None:
             text = self.environment.get("PT_HPU_LAZY_MODE")
             if text and not text.isdigit():
                 raise RuntimeError(_unreadable("PT_HPU_LAZY_MODE", text))
+            if text and int(text) > 1:
+                raise NotImplementedError(f"PT_HPU_LAZY_MODE={text} is not modelled")
             self._lazy = self.default_lazy if text is None else text != "0"
         return self._lazy
 

@@ -144,9 +144,7 @@ class SelfAttention(nn.Module):
     def zero_non_finite(self, nan: Tensor) -> None:
         """Enable zeroing of non-finite Q, K and V: a matmul that weights blocks of other sequences
         with zero would leak their NaN (0 * NaN). The output of the affected token is NaN;
-        NonFiniteGuard marks later tokens. Plain CPU operations add each block to its own sequence
-        and need no zeroing, unless slices of the cache are read, drafts are verified or this is a
-        pipeline stage before the last."""
+        NonFiniteGuard marks later tokens."""
         self._zeroes_non_finite = True
         self._nan = nan
 
@@ -181,7 +179,6 @@ class SelfAttention(nn.Module):
     def _transform(
         self, query_key: Tensor, value: Tensor, rotation: Rotation | None
     ) -> tuple[Tensor, Tensor]:
-        """Norm, clamp and rotation, in the order that the kind requires."""
         kind = self.kind
         if not kind.norm_after_rotation:
             query_key = self.qk_norm(query_key)
@@ -303,7 +300,6 @@ class PagedAttention(nn.Module):
 
     @property
     def caches(self) -> tuple[Tensor, Tensor]:
-        """Key cache and value cache."""
         return self._keys, self._values
 
     def forward(
@@ -425,7 +421,6 @@ def prompt_operands(
 
 
 def _by_block(cache: Tensor, block_size: int) -> Tensor:
-    """View as (blocks, block_size, kv_heads, head_dim)."""
     return cache.view(-1, block_size, *cache.shape[1:])
 
 

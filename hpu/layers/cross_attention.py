@@ -73,6 +73,5 @@ class CrossAttention(nn.Module):
 
 
 def _read(cache: Tensor, tiles: Tensor, batch: int) -> Tensor:
-    """Gather tiles: (B, kv_heads, embeddings, head_dim)."""
     found = cache.index_select(0, tiles)
     return found.view(batch, -1, *found.shape[2:]).transpose(1, 2)

@@ -861,7 +861,6 @@ def _decode_metadata(
 def _last_blocks(
     inputs: DecodeAttentionInputs, block_size: int, count: int, form: AttentionForm | None
 ) -> _Entries:
-    """Entries of the last `count` blocks of each sequence."""
     positions = inputs.positions.view(-1, 1)
     batch, total = positions.shape[0], inputs.block_groups.shape[0]
     rows = torch.arange(batch, device=positions.device).unsqueeze(1)

@@ -249,7 +249,6 @@ class MoE(nn.Module):
 
     @property
     def gates(self) -> list[ReplicatedLinear]:
-        """The router gate, and the gate of the shared expert if there is one."""
         return [gate for gate in (self.gate, self.shared_expert_gate) if gate is not None]
 
     @property

@@ -46,7 +46,6 @@ class StateCacheSpec(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Size of the state of a request."""
         return sum(
             math.prod(shape) * dtype.itemsize
             for shape, dtype in zip(self.shapes, self.dtypes, strict=True)

@@ -1,3 +1,1 @@
-"""LoRA adapters on a device: a rank's adapter weights, their slots, and the LoRA matmuls that
-layers add to their outputs. config/lora reads the adapter folders; the engine decides which adapter
-is in which slot."""
+"""LoRA adapters on a device."""

@@ -54,7 +54,6 @@ def _tensor(data: NDArray[np.uint8], stored: StoredTensor) -> Tensor:
 
 
 def _own(module: AdapterModule, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """The part of the two matrices that belongs to `module`."""
     part = module.part
     if part is None:
         return a, b
@@ -125,7 +124,6 @@ def _num_rows(spec: WeightSpec, module: AdapterModule, at: ShardRank) -> int:
 
 
 def _select(tensor: Tensor, shard: Shard) -> Tensor:
-    """The rows or columns of `tensor` that belong to `shard`."""
     if shard.intervals is None:
         return tensor
     parts = [tensor.narrow(shard.dim, begin, end - begin) for begin, end in shard.intervals]

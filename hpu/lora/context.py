@@ -22,7 +22,7 @@ class LoRASlotInputs(LaunchFeature):
     """Adapter slots of the live requests, by request index."""
 
     def __init__(self, max_num_reqs: int, *, merges_prompts: bool = False) -> None:
-        """`merges_prompts`: whether a row of a prefill holds several sequences."""
+        """`merges_prompts`: whether a row of a prefill may hold several sequences."""
         self._slots = np.full(max_num_reqs, NO_SLOT, np.int64)
         self._merges_prompts = merges_prompts
 

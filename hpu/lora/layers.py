@@ -1,5 +1,5 @@
 """Adds LoRA adapters to the layers of a loaded model: wraps the methods and kernels of linear
-layers, the token embedding and the output head (experts.py wraps experts).
+layers, the token embedding and the output head.
 
 The head is different: the results of its LoRA `a` matrices are appended to the hidden states as
 extra columns, so that rows can be selected and sampled without knowing their adapters.

@@ -102,8 +102,7 @@ class Adapters:
 
 class LoRAManager(Adapters):
     """The adapters of a worker. A thread reads adapters; all other methods run on the worker's
-    thread. The engine decides which adapter is read, dropped, and put into which slot; all ranks
-    get the same calls."""
+    thread. All ranks get the same calls."""
 
     is_on = True
 
@@ -168,7 +167,6 @@ class LoRAManager(Adapters):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the stacked matrices."""
         stacked = (
             slots for slots in self.slots.values() if isinstance(slots, PaddedSlots | ExpertSlots)
         )
@@ -344,9 +342,9 @@ class LoRAManager(Adapters):
 def keep_adapted_experts(
     config: LoRAConfig, model_config: ModelConfig, model: nn.Module, download_dir: str | None
 ) -> None:
-    """Prevent fused operators from replacing the MoEMethod if experts have adapters. Called before
-    `model` is prepared for its device. Raises ConfigError if the router weights scale the inputs of
-    the experts."""
+    """Prevent fused operators from replacing the MoEMethod if experts have adapters. Must be called
+    before `model` is prepared for its device. Raises ConfigError if the router weights scale the
+    inputs of the experts."""
     if EXPERTS not in extra_targets(config, BaseModules(model_config), download_dir):
         return
     for module in model.modules():

@@ -1,7 +1,4 @@
-"""Memory of the adapter slots of a card, computed from the model's config. Imports no torch.
-
-A test compares it with the slots that LoRAManager creates.
-"""
+"""Memory of the adapter slots of a card, computed from the model's config. Imports no torch."""
 
 from collections.abc import Iterator
 
@@ -38,7 +35,6 @@ def adapter_slot_bytes(
 
 
 def _tied_heads(entries: list[WeightSpec]) -> Iterator[WeightSpec]:
-    """Specs of the head that shares the weights of the token embedding."""
     for spec in entries:
         module = module_of(spec)
         if module is not None and module.kind == EMBEDDING:

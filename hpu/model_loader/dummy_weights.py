@@ -37,7 +37,6 @@ def fill_dummy(modules: Iterable[nn.Module], *, on_progress: Progress) -> None:
 
 
 def _fill(parameter: Tensor, values: Tensor, first: int) -> None:
-    """Fill `parameter` with `values` cyclically, starting at index `first`."""
     if not parameter.is_floating_point():
         parameter.zero_()
         return

@@ -65,9 +65,7 @@ class Loadable(Protocol):
     """A model, or several models that share a checkpoint."""
 
     @property
-    def weight_map(self) -> WeightMap:
-        """The tensors that the checkpoint must contain."""
-        ...
+    def weight_map(self) -> WeightMap: ...
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters by their paths in `weight_map`."""
@@ -91,8 +89,9 @@ def load_weights(
     Tensors that match a parameter in host memory are read directly into it. Other tensors are freed
     once they are copied; tensors that are combined (parts of a quantized weight, halves of an MXFP4
     weight, parts of a device parameter) stay in memory until the last of them is read. Raises
-    CheckpointError before anything is read if tensors are missing, unexpected, duplicate, or of a
-    wrong shape or dtype; while reading, for invalid values.
+    CheckpointError before any tensor is read if tensors are missing, unexpected, duplicate, or of a
+    wrong shape or dtype; while reading, for invalid values. Raises ConfigError if a file cannot be
+    read.
     """
     parameters = dict(model.named_parameters())
     at = shard_rank(group, expert_group)
@@ -151,7 +150,6 @@ class _Source(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the shard."""
         dim, intervals = self.shard.stored
         if intervals is None:
             return self.stored.num_bytes
@@ -246,7 +244,6 @@ class _QuantizedWeights:
 
 
 def _part_of(whole: Tensor, shard: Shard) -> Tensor:
-    """The part `shard` of a weight (out, in)."""
     if shard.intervals is None:
         return whole
     return torch.cat([whole.narrow(shard.dim, a, b - a) for a, b in shard.intervals], shard.dim)
@@ -377,7 +374,6 @@ def _mismatches(spec: WeightSpec, stored: StoredTensor, file: Path) -> Iterator[
 
 
 def _listed(names: Sequence[str]) -> str:
-    """The first of `names`, and the number of names that are not shown."""
     more = len(names) - MAX_NAMES_IN_ERROR
     shown = ", ".join(names[:MAX_NAMES_IN_ERROR])
     return f"{shown} and {more} more" if more > 0 else shown
@@ -477,7 +473,6 @@ class _Filler:
 
 
 def _padded_shard(spec: WeightSpec, tensor: Tensor, parameter: Tensor) -> Tensor:
-    """`tensor`, padded with zero rows to the size of `parameter`."""
     missing = parameter.shape[0] - tensor.shape[0] if spec.rounds_up else 0
     if not missing:
         return tensor
@@ -485,7 +480,6 @@ def _padded_shard(spec: WeightSpec, tensor: Tensor, parameter: Tensor) -> Tensor
 
 
 def _parts(spec: WeightSpec, tensor: Tensor) -> Iterable[Tensor]:
-    """The tensor of each expert if `tensor` stacks experts; else `tensor` alone."""
     return tensor if spec.num_experts is not None else (tensor,)
 
 

@@ -1,5 +1,5 @@
 """Converts tensors of quantized weights from their stored formats to a common form: outputs first,
-integers in bytes, scales in float32. config/model/quantization/ describes the formats."""
+integers in bytes, scales in float32."""
 
 import math
 from collections.abc import Mapping

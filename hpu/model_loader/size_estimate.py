@@ -1,8 +1,5 @@
-"""Memory that a model needs on each card, computed from its config: weights, KV blocks,
-activations.
-
-Imports no torch. A test compares the number of parameters with the built models.
-"""
+"""Memory that a model needs on each card, computed from its config: weights, KV blocks, states,
+activations. Imports no torch."""
 
 import math
 from collections.abc import Iterator
@@ -76,8 +73,7 @@ def _own_specs(
 @lru_cache(maxsize=8)
 def _counted_specs(config: ModelConfig, stage: Stage) -> tuple[tuple[WeightSpec, int], ...]:
     """(tensor, number of layers with this tensor) for a pipeline stage; equal layers are listed
-    once. Cached, because `gaudiserve presets` makes many plans for a model, and a large mixture of
-    experts has 90,000 tensors."""
+    once. Cached, because a large mixture of experts has 90,000 tensors."""
     weight_map = decoder_weight_map(config, decoder_spec(config))
     outer = _outer_entries(weight_map, stage, is_tied=config.tie_word_embeddings)
     counted = [(spec, 1) for spec in outer]
@@ -93,8 +89,9 @@ def _counted_specs(config: ModelConfig, stage: Stage) -> tuple[tuple[WeightSpec,
 
 def _card_bytes(spec: WeightSpec, width: int, *, expands_experts: bool) -> int:
     """Bytes of the tensor on a Gaudi, with `width` bytes per unquantized number. Weights stay
-    quantized, FP8 weights with a scale per output; bitsandbytes weights, the matrices that latent
-    attention absorbs and, with `expands_experts`, experts are dequantized."""
+    quantized; FP8 weights that are multiplied in FP8 have a scale per output. Bitsandbytes weights,
+    the matrices that latent attention absorbs and, with `expands_experts`, experts are
+    dequantized."""
     scheme, part = spec.scheme, spec.part
     if scheme is None or part is None or scheme.is_flat or ".kv_b_proj." in spec.parameter:
         return spec.num_elements() * width
@@ -131,7 +128,6 @@ def stage_entries(weight_map: WeightMap, stage: Stage, *, is_tied: bool) -> Iter
 
 
 def _outer_entries(weight_map: WeightMap, stage: Stage, *, is_tied: bool) -> Iterator[WeightSpec]:
-    """Tensors of a pipeline stage that belong to no layer."""
     for spec in weight_map.outer:
         if spec.parameter.startswith("model.embed_"):
             is_head = is_tied and stage.is_last and spec.parameter == _EMBEDDING
@@ -171,7 +167,6 @@ def rotary_peak_bytes(config: ModelConfig, length: int) -> int:
 
 
 def _rotated_sizes(config: ModelConfig) -> list[int]:
-    """Rotated size of each rotary table."""
     ropes = {"default": config.rope, "local": config.local_rope}
     used = {layer.rope for layer in _layers(config)}
     return [
@@ -260,9 +255,9 @@ def weight_bytes(
 def kv_block_bytes(
     config: ModelConfig, *, num_cards: int, width: int, block_size: int, stage: Stage = WHOLE
 ) -> int:
-    """Bytes of a KV block of a stage's attention layers on a card: keys and values of the card's
-    shard of heads, or the latents, and index keys; every card has all latents and index keys.
-    Layers that share keys and values count once if `config` gives the number of cached elements."""
+    """Bytes of a KV block of a stage's attention layers on a card. A block has the keys and values
+    of the card's heads, or all latents, and all index keys. Layers that share keys and values count
+    once if `config` gives the number of cached elements."""
     if config.cached_numbers is not None:
         return config.cached_numbers // num_cards * width * block_size
     num_layers = len(stage.layers(config.num_layers)) - len(states_of(config))
@@ -362,7 +357,6 @@ def _kv_size(config: ModelConfig, num_cards: int) -> int:
 
 
 def _query_size(config: ModelConfig, num_cards: int) -> int:
-    """Elements of a token's queries in a layer on a card."""
     mla = latents_of(config)
     head_dim = config.head_dim if mla is None else mla.padded_head_dim
     return config.num_heads // num_cards * head_dim

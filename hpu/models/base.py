@@ -139,7 +139,6 @@ class CausalLM(nn.Module):
 
     @property
     def cross_attentions(self) -> list[CrossAttention]:
-        """Cross-attention layers."""
         return []
 
     def zero_non_finite(self) -> None:

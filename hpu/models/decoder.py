@@ -1,4 +1,5 @@
-"""Decoder shared by all plain model families; DecoderSpec describes the differences.
+"""Decoder shared by all built-in families of generating models; DecoderSpec describes the
+differences.
 
 Embedding; layers of attention (or a recurrence) and an MLP or a mixture of experts
 (decoder_layer.py); norm; head. Module paths are the paths of vLLM's Llama, so that calibration
@@ -83,7 +84,6 @@ class DecoderModel(nn.Module):
 
     @property
     def rotary_embs(self) -> list[RotaryEmbedding]:
-        """Rotary embeddings in use."""
         both = (self.rotary_emb, self.local_rotary_emb)
         return [rotary for rotary in both if rotary is not None]
 
@@ -108,7 +108,6 @@ class DecoderModel(nn.Module):
         return self._end(hidden, inputs)
 
     def _end(self, hidden: Tensor, inputs: AttentionInputs) -> Tensor:
-        """Apply the final norm and the non-finite guard."""
         if self.norm is not None:
             hidden = self.norm(hidden)
         return hidden if self.guard is None else self.guard(hidden, inputs)
@@ -124,7 +123,6 @@ class DecoderModel(nn.Module):
         return self._end(hidden, inputs) if end == len(self.layers) else hidden
 
     def _rotations(self, inputs: AttentionInputs) -> dict[str, Rotation]:
-        """Rotations by rope name."""
         rotated = rotated_positions(inputs)
         rotations: dict[str, Rotation] = {}
         if self.rotary_emb is not None:
@@ -172,8 +170,8 @@ class DecoderModel(nn.Module):
 
 
 class Decoder(LoadableModel):
-    """Decoder model. Parameters are allocated, not filled: hpu/model_loader/loader.py fills them. A
-    decoder without a head returns hidden states and no logits."""
+    """Decoder model. Parameters are allocated, not filled. A decoder without a head returns hidden
+    states and no logits."""
 
     def __init__(
         self,
@@ -226,7 +224,6 @@ class Decoder(LoadableModel):
 
     @property
     def attention_layers(self) -> list[AttentionLayer]:
-        """Attention layers with keys and values."""
         attentions = (layer.self_attn for layer in self.layers)
         return [
             attention
@@ -252,7 +249,6 @@ class Decoder(LoadableModel):
 
     @property
     def state_layers(self) -> list[StateLayer]:
-        """Layers with a state."""
         attentions = (layer.self_attn for layer in self.layers)
         return [attention for attention in attentions if isinstance(attention, StateLayer)]
 

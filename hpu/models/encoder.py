@@ -53,8 +53,7 @@ class EncoderLayer(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Encoder model. Parameters are allocated, not filled: hpu/model_loader/loader.py fills
-    them."""
+    """Encoder model. Parameters are allocated, not filled."""
 
     def __init__(
         self,

@@ -79,7 +79,6 @@ class LayerBuilder:
         )
 
     def _shards_by_parameter(self) -> dict[str, list[Shard]]:
-        """Shards of this rank by parameter."""
         shards: dict[str, list[Shard]] = {}
         at = shard_rank(self._group, self._expert_group)
         for spec in self._weight_map.entries():
@@ -461,7 +460,6 @@ class LayerBuilder:
         )
 
     def _moe_method(self, path: str) -> MoEMethod:
-        """Method for the experts at `path`."""
         config, moe, spec = self._config, self._config.moe, self._spec.moe
         assert moe is not None and spec is not None
         if self._quantization is None:

@@ -38,7 +38,7 @@ class PoolingInputs(NamedTuple):
     firsts: Tensor
     """Index of the first pooled token in the flattened (B * Q)."""
     lasts: Tensor
-    """Index of the last token in the flattened (B * Q)."""
+    """(B,): index of each text's last token in the flattened (B * Q) tokens."""
     dimensions: Tensor
     """Leading dimensions of a vector that are returned; other dimensions become 0."""
     normalizes: Tensor
@@ -93,8 +93,7 @@ class Pooler(nn.Module):
 
 
 class ClassificationHead(nn.Module):
-    """Classification head of an encoder or a decoder: (B, hidden) -> (B, labels) logits. Its
-    tensors are listed by head_weights in config/checkpoint/weight_maps/encoder.py."""
+    """Classification head of an encoder or a decoder: (B, hidden) -> (B, labels) logits."""
 
     def __init__(self, model: ModelConfig, num_labels: int, device: torch.device) -> None:
         super().__init__()

@@ -31,7 +31,6 @@ class PoolingModel:
 
     @property
     def weight_map(self) -> WeightMap:
-        """Tensors that the checkpoint must hold."""
         body, head = self.body.weight_map, self.pooler.head
         if head is None:
             return body

@@ -73,7 +73,6 @@ class LayerAttention(nn.Module):
         self._zeroes_non_finite = False
 
     def use_kernels(self, kernels: Kernels) -> None:
-        """Switch to fused kernels."""
         self.attn.impl = kernels.make_attention()
 
     def zero_non_finite(self, nan: Tensor) -> None:

@@ -62,8 +62,7 @@ from hpu.models.transformers_attention import (
     register,
 )
 from hpu.models.transformers_experts import divide_experts, replace_experts
-from hpu.models.transformers_norms import replace_norms
-from hpu.models.transformers_sparsity import replace_sparsity
+from hpu.models.transformers_replacements import replace_norms, replace_sparsity
 from hpu.models.transformers_weights import weight_map_of
 from hpu.models.transformers_writes import ViewWriteTrial, WithoutViewWrites
 from hpu.ops.kernels import AttentionForm, Kernels
@@ -111,7 +110,6 @@ class _BodyStub(nn.Module):
 
     @property
     def decoder(self) -> "_BodyStub":
-        """Part of the body that OPT's head calls."""
         return self
 
 
@@ -222,7 +220,6 @@ class TransformersModel(LoadableModel):
     def _replace_linears(
         self, causal: Any, plan: Mapping[str, type[LinearBase]], head: nn.Module | None
     ) -> None:
-        """Replace torch's linear layers with our linear layers."""
         for path, kind in plan.items():
             linear: Any = causal.get_submodule(path)
             replacement = kind(
@@ -351,7 +348,6 @@ def _refusal(config: ModelConfig, reason: str) -> ConfigError:
 
 
 def _named(config: ModelConfig) -> str:
-    """Start of an error message about `config`."""
     built_in = (
         "" if config.architecture in ARCHITECTURES else ", which has no native implementation,"
     )
@@ -359,7 +355,6 @@ def _named(config: ModelConfig) -> str:
 
 
 def _neighbours(config: ModelConfig) -> str:
-    """End of an error message about a model that is not built in."""
     return "" if config.architecture in ARCHITECTURES else f"; {nearest(config.architecture)}"
 
 
@@ -398,7 +393,6 @@ def _build(config: ModelConfig, dtype: torch.dtype, *, max_layers: int) -> Any:
 
 
 def _config_fields(file: Path) -> Json:
-    """Fields of the text model in a config.json."""
     fields = Fields(read_json(file), file)
     return (text_part(fields) or fields).raw
 
@@ -553,8 +547,7 @@ def register_stored_buffers(causal: Any) -> None:
 
 
 def _compare(weight_map: WeightMap, stored: Shapes, config: ModelConfig) -> None:
-    """Raise ConfigError unless the `stored` tensors have the shapes that the model needs. Called
-    before allocation."""
+    """Raise ConfigError unless the `stored` tensors have the shapes that the model needs."""
     shapes = {weight_map.map_name(name): shape for name, shape in stored.items()}
     file = Path(config.path, "config.json")
     for spec in weight_map.entries():

@@ -93,7 +93,6 @@ def _specs(
 
 
 def _experts(name: str, shape: tuple[int, ...], parameter: str) -> WeightSpec:
-    """Spec of a stacked weight of all experts."""
     num_experts, rows, _ = shape
     spec = WeightSpec(name, shape, parameter, num_experts=num_experts)
     if parameter.endswith(GATE_UP):

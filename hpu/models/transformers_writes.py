@@ -84,7 +84,6 @@ def _names_rows(index: object) -> bool:
 
 
 def _set_rows(target: Tensor, rows: slice, value: Tensor) -> None:
-    """Run target[rows] = value without a view."""
     start, stop, _ = rows.indices(target.shape[0])
     indices = torch.arange(start, stop, device=target.device)
     target.index_copy_(0, indices, value.expand_as(target[start:stop]).to(target.dtype))

@@ -1,2 +1,2 @@
 """Images on the device: vision towers, and how a decoder gets their results. A video is an image
-with several time steps. server/multimodal/ decodes and preprocesses images and videos."""
+with several time steps."""

@@ -1,5 +1,5 @@
-"""Tower: computes embeddings of images; Tiles, Patches and WholeImages: its implementations in
-fixed shapes."""
+"""Tower: a vision tower. Tiles, Patches and WholeImages: implementations of a tower in fixed
+shapes."""
 
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol

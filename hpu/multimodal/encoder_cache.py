@@ -27,17 +27,14 @@ class EncoderCache:
 
     @property
     def pad_row(self) -> int:
-        """Write target of padding."""
         return self.num_rows
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all rows."""
         return self.embeddings.nbytes
 
     @property
     def num_free(self) -> int:
-        """Number of free rows."""
         return len(self._free)
 
     def allocate(self, content: bytes, count: int) -> Rows:

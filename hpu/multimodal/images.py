@@ -125,7 +125,6 @@ class Images(ImageFeature):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the cache."""
         return 0 if self.cache is None else self.cache.num_bytes
 
     def merged(self, forward: Forward) -> Forward:

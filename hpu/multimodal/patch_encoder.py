@@ -79,7 +79,6 @@ class PatchEncoder:
         self._launches.launch(size, padded, target.ravel())
 
     def _size(self, rows: Integers) -> int:
-        """Launch size for an image with these rows."""
         count = len(rows) * self._patches.merged
         size = next((size for size in self._sizes if size >= count), 0)
         if not size:

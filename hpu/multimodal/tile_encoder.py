@@ -96,7 +96,6 @@ class TileEncoder:
 
 
 def _padded(tensor: Tensor, size: int) -> Tensor:
-    """`tensor` padded with zeros to `size` tiles."""
     if len(tensor) == size:
         return tensor
     out = tensor.new_zeros(size, *tensor.shape[1:])

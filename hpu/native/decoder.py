@@ -327,7 +327,6 @@ def _is_known(config: ModelConfig, spec: DecoderSpec) -> bool:
 
 
 def _is_supported(model: Decoder) -> bool:
-    """Whether the library supports the architecture and sizes of `model`."""
     return _is_known(model.config, model.spec) and _sizes(model).are_supported
 
 
@@ -357,7 +356,6 @@ def _layer_weights(model: Decoder) -> list[_LayerWeights] | None:
 
 
 def _attention_is_known(config: ModelConfig, spec: DecoderSpec) -> bool:
-    """Whether the library supports the attention of all layers."""
     return not (
         config.clip_qkv is not None
         or spec.has_score_options

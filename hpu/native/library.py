@@ -102,7 +102,6 @@ class PackedLinear:
         )
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Multiply (..., in) to (..., out)."""
         x = x.contiguous()
         out = x.new_empty((*x.shape[:-1], self.product.outputs))
         self._library.multiply(self.product, x, x.numel() // self.product.width, out)
@@ -318,7 +317,7 @@ class Library:
         self._code.mix_experts(*pointers, self._threads)
 
     def attend_patches(self, patches: ctypes.Structure) -> None:
-        """Attention of a vision tower; `patches` is a `_Patches` of hpu/native/tower.py."""
+        """Attention of a vision tower; `patches` is a tower._Patches."""
         self._code.attend_patches(ctypes.byref(patches), self._threads)
 
     # The structures of the methods below are defined in hpu/native/decoder.py.
@@ -594,7 +593,6 @@ def _run_compiler(
 
 
 def _reason(status: int | None, output: str) -> str:
-    """Reason of a failed compilation, in a single line."""
     if status is None:
         return f"it was not done within {COMPILE_TIMEOUT_S:g} s"
     # The lines before the first error only name the file.

@@ -1,5 +1,2 @@
 """KV blocks and layer weights outside the device: copies of blocks to host memory and back, files
-of blocks, and layers that launches copy to the device.
-
-The engine decides where each block is kept (engine/kv_cache/offload.py).
-"""
+of blocks, and layers that launches copy to the device."""

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from hpu.backends.base import Backend, Event
 from hpu.offload.block_files import NoFiles
-from hpu.offload.host_blocks import HostBlocks
-from hpu.offload.sizes import MAX_GATHERS, copy_sizes
+from hpu.offload.host_blocks import MAX_GATHERS, HostBlocks, copy_sizes
 from hpu.runner.block_lists import BlockLists
 
 

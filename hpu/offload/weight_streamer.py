@@ -62,7 +62,6 @@ class WeightStreamer:
 
     @property
     def size(self) -> int:
-        """Number of offloaded layers."""
         return len(self._copies)
 
     def require(self, number: int) -> None:

@@ -1,5 +1,5 @@
-"""Attention over tensors: softmax attention with its log-sum-exp, merging of two attention results,
-flat paged decode, and PlainAttention, which uses all three.
+"""Attention in torch operations, such as softmax attention with its log-sum-exp, merging of
+attention results, and flat paged decode.
 
 Masks are additive, MASKED where a key is not visible; the operations of this file expect float32
 masks. MASKED is finite, so that a row without a visible key has a finite output of weight 0 instead

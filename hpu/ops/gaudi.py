@@ -1,15 +1,9 @@
-"""GaudiKernels: the vendor's fused operations. Imported only by the Gaudi back end, after it has
-set up the runtime, and by gaudi_flex.py.
+"""GaudiKernels: the vendor's fused operations. The import needs the vendor's package.
 
 Sources of the call forms: the bridge's kernels package (FusedSDPA, FusedRMSNorm, rotary) in
 HabanaAI/gaudi-pytorch-bridge, and, in vllm-project/vllm-gaudi, the flat paged attention (flat_pa
 and pipelined_pa in vllm_gaudi/extension/ops.py) and the sliced attention (SlicedFusedSDPA in
 vllm_gaudi/extension/utils.py).
-
-How the plug-in handles other kinds of scores: sinks are passed as logits to newer releases of
-FusedSDPA, appended as a column to the scores of _naive_prompt_attention, and added to the sum of
-each block of a decode; ALiBi is not supported with FusedSDPA and is otherwise added in float32;
-soft caps are not supported; windows and chunks are masks.
 """
 
 import warnings
@@ -86,12 +80,12 @@ class GaudiKernels:
 
     * `block_softmax`: computes the weights of the blocks of a decode: the kernel
       block_softmax_adjustment (ADJUSTMENT), which some cards and releases lack, or a key of
-      REFERENCES in hpu/ops/block_softmax.py.
+      block_softmax.REFERENCES.
 
     * `fused_experts`: routed experts use the vendor's operator if it supports them. Experts
       without biases are limited to `max_experts` in a call.
 
-    * `end_slice`: called after each slice of attention.
+    * `end_slice`: ends the recipe within attention, for example after each slice.
 
     * `products`: forms of products.
     """
@@ -199,10 +193,10 @@ class GaudiAttention(nn.Module):
     """AttentionImpl whose operators are modules, for the FP8 compressor. Every layer has all of
     the modules, because a calibration file lists them all.
 
-    The scale is multiplied into the query before a Matmul, as in vllm-gaudi: applied to the
-    scores it would change the range that the file gives for the query. Scores have the model's
-    dtype; float32 if that is float16, or if the softmax runs in float32 (written by the matmul
-    where it can do that).
+    The scale is multiplied into the query before a Matmul, as in vllm-gaudi: applied to the scores
+    it would change the range that the file gives for the query. Scores have the model's dtype, or
+    float32 if the model's dtype is float16 or the softmax runs in float32. The matmul writes
+    float32 scores where it can.
     """
 
     def __init__(
@@ -472,7 +466,6 @@ class GaudiAttention(nn.Module):
 
 
 def _in_float32(operands: PromptOperands) -> PromptOperands:
-    """`operands` with queries, keys and values in float32."""
     read = operands.read
 
     def wide(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,5 +1,5 @@
 """FlexKernels: the Gaudi kernels with torch's flex_attention for prompts, which torch.compile turns
-into operations of the card. Imported only by the Gaudi back end, like hpu/ops/gaudi.py."""
+into operations of the card. The import needs the vendor's package."""
 
 import warnings
 

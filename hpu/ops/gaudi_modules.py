@@ -94,9 +94,9 @@ class ModuleFusedSDPA(nn.Module):
 class VLLMKVCache(nn.Module):
     """KVCacheOps of a single cache of a layer.
 
-    Callers ignore the result of `forward` and read through `fetch_from_cache`: once quantized,
-    the cache holds FP8, `forward` returns a dequantized copy of the whole cache, and
-    `fetch_from_cache` dequantizes only what it reads.
+    Read through `fetch_from_cache`, not the result of `forward`: once quantized, the cache holds
+    FP8, `forward` returns a dequantized copy of the whole cache, and `fetch_from_cache` dequantizes
+    only what it reads.
     """
 
     def __init__(self, *, is_v_cache: bool = False) -> None:
@@ -199,6 +199,5 @@ class VllmMixtureOfExpertsOp(nn.Module):
 
 
 def _matmuls(weights: Tensor, biases: Tensor | None) -> nn.ModuleList:
-    """A MoeMatmul for each expert."""
     each_bias = (None,) * len(weights) if biases is None else biases
     return nn.ModuleList(map(MoeMatmul, weights, each_bias))

@@ -1,7 +1,4 @@
-"""Rotary position embedding (RoPE): scaled frequencies, the cos/sin table, and the rotation.
-
-Formulas follow the published paper of each scaling.
-"""
+"""Rotary position embedding (RoPE): scaled frequencies, the cos/sin table, and the rotation."""
 
 import math
 from typing import NamedTuple

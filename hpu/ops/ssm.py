@@ -2,9 +2,9 @@
 Mamba 2 and of the gated delta rule, over the chunks of a prompt and for a single token.
 
 Plain torch operations in static shapes: loops run over the chunks of a shape, never over data. A
-padding token must leave the state unchanged: its step size (Mamba 2), or the logarithm of its
-decay and its beta (gated delta rule), must be 0. Tensors have at most 5 dimensions, the maximum
-of Gaudi kernels. `matmul`: some cards multiply no float32 matrices.
+padding token must leave the state unchanged: its step size (Mamba 2), or the logarithm of its decay
+and its beta (gated delta rule), must be 0. Tensors have at most 5 dimensions, the maximum of Gaudi
+kernels. Parameters `matmul` multiply float32 matrices, which torch.matmul cannot do on some cards.
 """
 
 import math

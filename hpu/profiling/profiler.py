@@ -129,7 +129,8 @@ class Trace(NoTrace):
             )
 
     def end(self) -> str:
-        """Write the file and stop recording; returns its path. Raises OSError."""
+        """Write the file and stop recording; returns its path. Raises OSError if the file cannot be
+        written."""
         if not self.is_over:
             self.is_over = True
             self._write()

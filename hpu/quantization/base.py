@@ -1,5 +1,5 @@
 """LinearMethod and MoEMethod: how a linear layer, or the experts of a layer, store and multiply
-their weights. Each kind has its own file in this folder; registry.py chooses."""
+their weights."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -46,9 +46,7 @@ class LinearMethod(Protocol):
         ...
 
     def apply(self, layer: LinearLayer, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Multiply `x` (..., in) by the weight and add `bias`: (..., out). Methods of
-        `Backend.linear_method` may use operators of their device, other methods use plain torch
-        operations; a backend may install a faster kernel in the layer."""
+        """Multiply `x` (..., in) by the weight and add `bias`: (..., out)."""
         ...
 
 

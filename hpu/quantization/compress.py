@@ -103,7 +103,6 @@ def _tokens(tokenizer: Any, sample: str | list[dict[str, Any]], max_length: int)
 
 
 def _common_group(sizes: Any) -> int:
-    """Largest power of two up to MAX_GROUP that divides all of `sizes`."""
     group = MAX_GROUP
     while any(size % group for size in sizes):
         group //= 2

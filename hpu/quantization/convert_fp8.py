@@ -1,6 +1,6 @@
 """Conversion of FP8 checkpoints to the range of a Gaudi 2, whose FP8 ends at 240: weights are
-halved and their scales doubled. Method of the vendor's converter of such checkpoints (calibration/
-in vllm-project/vllm-gaudi)."""
+halved and their scales doubled. Follows the vendor's converter (calibration/ in
+vllm-project/vllm-gaudi)."""
 
 import shutil
 from pathlib import Path
@@ -25,8 +25,8 @@ MAX_EXPONENT = 254
 
 
 def convert(folder: str, output: Path) -> None:
-    """Write the checkpoint in `folder` with converted weights to `output`. Raises ConfigError and
-    CheckpointError."""
+    """Write the checkpoint in `folder` with converted weights to `output`. Raises ConfigError or
+    CheckpointError if the checkpoint cannot be converted."""
     model_config = read_model_config(folder)
     schemes = model_config.quantization.schemes if model_config.quantization else ()
     floats = [scheme for scheme in schemes if scheme.is_float]

@@ -90,8 +90,8 @@ class IncCompressor:
         return 2 if self.config.measures else 1
 
     def patch(self, model: nn.Module) -> None:
-        """Patch the model. Called once, after the model is loaded and uses the device's kernels,
-        and before anything is compiled or captured."""
+        """Patch the model. Must be called once, after the model is loaded and uses the device's
+        kernels, and before anything is compiled or captured."""
         originals = _prepare_linears(model)
         for module in model.modules():
             if isinstance(module, Experts) and module.moe_op is not None:
@@ -115,8 +115,8 @@ class IncCompressor:
         self._check(model)
 
     def finish(self, model: nn.Module) -> None:
-        """Write the measurements to files, if this compressor measures. Called after the last
-        launch."""
+        """Write the measurements to files, if this compressor measures. Must be called after all
+        launches."""
         if self.config.measures:
             self._inc.finalize_calibration(model)
             file = self.config.measure_file(self._group.rank, self._group.size)
@@ -195,8 +195,7 @@ def _write_alone(cache: nn.Module) -> None:
 
 
 def _without_bias(forward: Callable[[Tensor], Any]) -> Callable[[Tensor], Tensor]:
-    """Drop the bias from the result of `forward`: patched vLLM layers also return the bias, for the
-    caller to add."""
+    """Drop the bias from the result of `forward`: patched vLLM layers also return the bias."""
 
     def call(x: Tensor) -> Tensor:
         returned = forward(x)

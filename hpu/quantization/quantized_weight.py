@@ -40,7 +40,6 @@ class QuantizedWeight(NamedTuple):
 
     @property
     def num_inputs(self) -> int:
-        """Number of inputs of the layer."""
         return self.shape[1] if self.layer_inputs is None else self.layer_inputs
 
     @property

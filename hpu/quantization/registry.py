@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 class _WithoutExperts:
-    """Base of the schemes that quantize after loading. They do not support models with experts."""
+    """Base of the schemes that do not support models with experts."""
 
     def moe_method(self, experts: ExpertsShards) -> None:
         return
@@ -91,8 +91,7 @@ def select_quantization(
 ) -> QuantizationScheme | None:
     """Scheme of the checkpoint, with the methods from `make_method` and `make_moe_method`, or the
     scheme that `config.quantization` names; None: no quantization. Raises ConfigError if they
-    contradict each other, or if `device` or `dtype` does not support the scheme: int8, int4 and
-    gguf need bfloat16 on a CPU, inc needs bfloat16 on hpu."""
+    contradict each other, or if `device` or `dtype` does not support the scheme."""
     name = chosen_quantization(config.quantization, model_config)
     if model_config.is_quantized and (name is None or model_config.quantization is not None):
         return CheckpointScheme(make_method, make_moe_method)

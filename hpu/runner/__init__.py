@@ -1,2 +1,2 @@
-"""Launches for generation and for pooling, and the state that they keep on the device. Sampling and
-warm-up have their own folders."""
+"""Execution of a step's launches, for generation and for pooling: state of the requests, input
+buffers, graphs, KV cache and results."""

@@ -1,5 +1,4 @@
-"""AsyncStepOutput: results of a step while they are copied to the host, and its deferred
-launches."""
+"""Results of a step, while the device computes them and copies them to the host."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -72,8 +71,7 @@ class AsyncVectors:
 
 @dataclass(slots=True)
 class AsyncLaunchOutput:
-    """Results of a launch: its sampling requests and their tokens (at least len(req_indices),) on
-    the host.
+    """Results of a launch; `tokens` is (at least len(req_indices),) on the host.
 
     A device with its own memory copies the sampled tokens and log-probabilities to the host as one
     tensor: either `tokens`, or `packed`, whose first rows belong to the sampling requests. With
@@ -82,8 +80,8 @@ class AsyncLaunchOutput:
 
     req_indices: list[int]
     num_logprobs: list[int]
-    """Number of log-probabilities per token, see RequestSampling.num_logprobs; -1: none
-    requested."""
+    """RequestSampling.num_logprobs of each sampling request; of each token if the host verified
+    drafts."""
     start: Event
     end: Event | None = None
     tokens: Tensor | None = None
@@ -91,8 +89,9 @@ class AsyncLaunchOutput:
     packed: Tensor | None = None
     """Output of `pack` on the host."""
     all_tokens: Tensor | None = None
-    """(ranks, len(tokens)) on the host: tokens sampled by every tensor-parallel rank, if the ranks
-    are compared. (ranks, requests, width) if `accepted` is set."""
+    """(ranks, at least len(req_indices)) on the host: each request's last token as sampled by every
+    tensor-parallel rank, if the ranks are compared. (ranks, requests, width) if `accepted` is
+    set."""
     prompt_logprobs: list[AsyncPromptLogprobs] = field(default_factory=list)
     vectors: AsyncVectors | None = None
     launch: Launch | None = None
@@ -118,7 +117,7 @@ class AsyncLaunchOutput:
     fill_span_s: tuple[float, float] = (0.0, 0.0)
     """Start and end of filling the inputs on the host (perf_counter)."""
     pinned: tuple[Tensor, ...] = ()
-    """Host tensors of the sampler's uploads, kept alive until the launch is done."""
+    """Host tensors of uploads, kept alive until the launch is done."""
     forward_end: Event | None = None
     """End of the forward pass on the device, if sampling was deferred."""
     sampling_start: Event | None = None
@@ -143,7 +142,7 @@ class PromptTargets(NamedTuple):
     k: int
     """Number of most likely tokens returned per position."""
     tokens: Tokens
-    """Prompt tokens that follow the request's first positions in this launch."""
+    """(n,) prompt token that follows each of the request's first n positions in this launch."""
 
 
 @dataclass(slots=True)
@@ -196,8 +195,7 @@ class AsyncStepOutput:
         return not self.deferred and (self.end is None or self.end.done())
 
     def to_result(self) -> StepResult:
-        """Build the result of a finished step. `token_counts` stays empty if every sampling request
-        has one token."""
+        """Build the result of a finished step, without `host_s`."""
         result = StepResult(step=self.step, tokens=[])
         counts: list[int] = []
         has_counts = False
@@ -259,8 +257,7 @@ class AsyncStepOutput:
         return list(dict.fromkeys(indices)) if self.decode_steps > 1 else indices
 
     def _join_rounds(self, result: StepResult) -> None:
-        """Group the tokens by request. Before, they are in launch order, with a token for each
-        request of a launch."""
+        """Group the tokens by request; before, they are in launch order."""
         places: dict[int, list[int]] = {}
         indices = itertools.chain.from_iterable(launch.req_indices for launch in self.launches)
         for place, req_index in enumerate(indices):
@@ -280,7 +277,6 @@ def _tokens_of(row: list[int]) -> list[int]:
 
 
 def _logprobs(top: TopLogprobs, start: int, end: int, k: int) -> Logprobs:
-    """Message for positions [start, end), with at most `k` most likely tokens."""
     k = min(k, top.k)
     return Logprobs(
         k=k,

@@ -20,12 +20,11 @@ class BatchState:
     0 .. `pad_block` - 1. `req_index` is a request's index into every array.
 
     The keys and values of a request's first `num_computed_tokens` of `num_tokens` tokens are in its
-    blocks. Filling a launch advances both counts before the device has finished, so that the next
-    plan can follow: a sampled token is counted immediately, although only the device knows its
-    value.
+    blocks. `fill_prefill` and `fill_decode` advance both counts before the device has finished, so
+    that the next plan can follow: a sampled token is counted immediately, although only the device
+    knows its value.
 
-    Raises RuntimeError with the two numbers if a plan is inconsistent with the state (an engine
-    bug).
+    Raises RuntimeError if a plan is inconsistent with the state (an engine bug).
     """
 
     def __init__(
@@ -64,7 +63,7 @@ class BatchState:
         return other
 
     def remove_request(self, req_index: int) -> None:
-        """Free a request's index. Raises RuntimeError if it is not in use."""
+        """Free a request's index."""
         if not 0 <= req_index < self.max_num_reqs or not self._is_live[req_index]:
             raise RuntimeError(
                 f"request {req_index} of {self.max_num_reqs} is removed, but it is not live"
@@ -303,7 +302,7 @@ class BatchState:
         return num_tokens, tokens
 
     def fill_no_drafts(self, out: DraftArrays) -> None:
-        """Fill all arrays with padding."""
+        """Fill all arrays except `features` with padding."""
         out.req_indices[:] = self.max_num_reqs
         out.limits[:] = out.lows[:] = out.first_blocks[:] = out.block_starts[:] = 0
         out.may_draft[:] = out.block_groups[:] = -1
@@ -325,7 +324,7 @@ class BatchState:
 
     def draft_capacity(self, req_index: int) -> int:
         """Number of draft tokens that fit into the request's blocks and context, with room for the
-        input token of the next decode."""
+        input token of the next decode; may be negative."""
         room = min(int(self._num_blocks[req_index]) * self.block_size, self._tokens.shape[1])
         return room - int(self._num_computed_tokens[req_index]) - 2
 
@@ -362,7 +361,6 @@ class BatchState:
     def _fill_blocks(
         self, launch: Launch, indices: Integers, positions: Integers, out: DecodeArrays
     ) -> None:
-        """Write the blocks that a decode of `indices` at `positions` reads."""
         n, batch, total = len(indices), len(out.req_indices), len(out.block_list)
         used = positions // self.block_size + 1
         # One entry per block, grouped by request:
@@ -433,8 +431,7 @@ class BatchState:
         return self._tokens[req_index, start + 1 : max(end, start + 1)]
 
     def num_computed_tokens(self, req_index: int) -> int:
-        """Number of the request's tokens whose keys and values are in its blocks, or will be after
-        the launches in flight."""
+        """Number of the request's computed tokens, see BatchState."""
         return int(self._num_computed_tokens[req_index])
 
     def set_num_computed_tokens(self, req_index: int, count: int) -> None:

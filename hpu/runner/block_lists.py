@@ -1,4 +1,4 @@
-"""BlockLists: device lists of block numbers, padded to compiled sizes."""
+"""BlockLists: device lists of block numbers, padded to a fixed size."""
 
 import torch
 from torch import Tensor

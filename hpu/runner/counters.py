@@ -1,4 +1,4 @@
-"""Counters: a worker's metrics by name. The engine counts bucket lookups and padding.
+"""Counters: a worker's metrics by name.
 
 compilations.{prefill,decode}.{warmup,serving}  captured buckets, and buckets that run first while
                                                 serving; without captures, compilations of the

@@ -31,7 +31,6 @@ class SampledTokenInputs(LaunchFeature):
     def fields(self, phase: int) -> tuple[Field, ...]:
         if phase != DECODE:
             return ()
-        # The number of all tokens of a request, and its last tokens.
         return Field("num_tokens", "B", pad=1), Field("last_tokens", f"B {self._width}")
 
     def fill_decode(self, rows: list[int], arrays: DecodeArrays | DraftArrays) -> None:
@@ -81,7 +80,8 @@ class DraftLayout(CacheLayout[DraftArrays]):
         self.width = width
         self._window = window
         self.repeated = tuple(name for name in self.feature_names if name in FeatureInputs._fields)
-        """Inputs of requests that the model reads for each row."""
+        """Names of the features that have an entry per request and that the model reads for each
+        row."""
 
     def axes(self, bucket: Bucket) -> Mapping[str, int]:
         _, batch, _, blocks = bucket

@@ -1,7 +1,4 @@
-"""GraphCache: a captured forward pass per bucket, replayed on the bucket's input buffers.
-
-hpu/warmup decides the order of captures.
-"""
+"""GraphCache: a captured forward pass per bucket, replayed on the bucket's input buffers."""
 
 import gc
 import logging

@@ -45,7 +45,7 @@ class HiddenBuffers:
         self._static: dict[tuple[int, int], Tensor] = {}
 
     def get(self, batch: int, query: int, *, is_static: bool) -> Tensor:
-        """Buffer (batch, query, hidden); cached if it `is_static`."""
+        """Buffer (batch, query, hidden); cached if `is_static`."""
         if is_static and (batch, query) in self._static:
             return self._static[batch, query]
         buffer = self._backend.zeros((batch, query, self._hidden_size), self._dtype)
@@ -274,12 +274,10 @@ class InputBuffers(Generic[A_co]):
 
     @property
     def context(self) -> AttentionInputs:
-        """Attention inputs."""
         return self._current.tensors.context
 
     @property
     def uploaded(self) -> Mapping[str, Tensor]:
-        """Tensors of the last upload, by name of the input."""
         return self._current.uploaded
 
     @property

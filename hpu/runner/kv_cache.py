@@ -19,7 +19,7 @@ from hpu.runner.block_lists import BlockLists
 logger = logging.getLogger(__name__)
 
 MOVE_SIZES = (8, 16, 32, 64, 128, 256, 512)
-"""Batch sizes of block moves, which are padded up; equal to the vendor's defragmenter."""
+"""Batch sizes of block moves, which are padded up; the sizes of the vendor's defragmenter."""
 
 SCRUB_SIZE = 16
 """Batch size of block scrubs, which are padded up, since every other size would compile another

@@ -3,7 +3,7 @@
 A device that shares the host's memory needs no transfer (SharedResults). On other devices every
 copy has a fixed cost, so LaunchResults starts a single copy for each launch: of its sampled rows
 (CopiedResults), or of a table that also has the rows of its prompt log-probabilities
-(TableResults). A decode with drafts also copies its accepted tokens.
+(TableResults).
 """
 
 from abc import ABC, abstractmethod
@@ -122,8 +122,7 @@ class SharedResults(LaunchResults):
 
 
 class ResultRows:
-    """Tokens and log-probabilities packed into rows of float32, see `pack`. Its functions are
-    compiled once for all launches."""
+    """Tokens and log-probabilities packed into rows of float32, see `pack`."""
 
     def __init__(self, backend: Backend, vocab_size: int) -> None:
         num_logprobs = min(MAX_LOGPROBS, vocab_size)

@@ -129,8 +129,8 @@ class ModelRunner(StepRunner):
             else:
                 output.deferred.append((index, launch))
         if output.deferred:
-            # Run after all other launches, and only the first deferred launch: nothing that writes
-            # the inputs of its bucket may run between a forward pass and its sampling, and memory
+            # Only the first deferred launch runs now, after all other launches. Nothing that writes
+            # the inputs of its bucket may run between its forward pass and its sampling, and memory
             # was measured for the logits of a single launch. Several deferred launches are rare,
             # and the first keeps the device busy.
             output.deferred_forward = self._begin(output.deferred[0][1], output)
@@ -141,7 +141,6 @@ class ModelRunner(StepRunner):
             output.end = launches[-1].end if launches else self._backend.event()
 
     def _begin_step(self, num_launches: int) -> None:
-        """Begin a step of `num_launches` launches on the link to the other pipeline stages."""
         if self._link.stage.size > 1:
             with self._backend.recipe:
                 self._link.begin_step(self._last_tokens, num_launches)
@@ -187,7 +186,6 @@ class ModelRunner(StepRunner):
         return self._sampler.captured_settings
 
     def warm_up(self, bucket: Bucket, *samplings: RequestSampling, prompts: bool = False) -> None:
-        """See StepRunner.warm_up."""
         hidden: Tensor | None = None
         for number, sampling in enumerate(samplings):
             self._sampler.add_request(self.dummy_req_index, sampling, np.zeros(1, np.uint32), 1)
@@ -259,7 +257,6 @@ class ModelRunner(StepRunner):
             self._scrub_allocated(plan)
 
     def _add_request(self, new: NewRequest) -> Tokens:
-        """Add a request to all components. Returns its tokens."""
         tokens = self._batch_state.add_request(new)
         for feature in self._features:
             feature.add_request(new, tokens)
@@ -269,7 +266,6 @@ class ModelRunner(StepRunner):
         return tokens
 
     def _remove_request(self, req_index: int) -> None:
-        """Remove a request from all components."""
         self._batch_state.remove_request(req_index)
         for feature in self._features:
             feature.remove_request(req_index)
@@ -317,7 +313,6 @@ class ModelRunner(StepRunner):
         the token after each of its drafts."""
 
     def _begin(self, launch: Launch, output: AsyncStepOutput) -> ForwardOutput:
-        """Fill the bucket's inputs and run the forward pass."""
         start = time.perf_counter()
         inputs = self._input_buffers.get((launch.phase, *launch.bucket))
         arrays = inputs.host_arrays()
@@ -342,7 +337,6 @@ class ModelRunner(StepRunner):
         return forward
 
     def _fill_dummy(self, arrays: LaunchArrays) -> None:
-        """Write inputs that use only the pad block."""
         self._batch_state.fill_dummy(arrays)
         for feature in self._features:
             feature.fill_dummy(arrays)
@@ -366,7 +360,6 @@ class ModelRunner(StepRunner):
         return forward
 
     def _finish(self, forward: ForwardOutput, output: AsyncStepOutput) -> AsyncLaunchOutput:
-        """Sample after the forward pass, and start the copies to the host."""
         done = forward.launch
         if not self._samples:
             done.end = self._backend.event()

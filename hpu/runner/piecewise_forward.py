@@ -21,19 +21,17 @@ class PartedModel(Protocol):
 
 
 def _first_flat(part: Part, inputs: InputBuffers[Any], *tensors: Tensor) -> Tensor:
-    """Run the first part on tensors shaped like `inputs.graph_inputs`."""
     split = inputs.split(*tensors)
     return part(split.tokens, split.context)
 
 
 def _next_flat(part: Part, inputs: InputBuffers[Any], hidden: Tensor, *tensors: Tensor) -> Tensor:
-    """Run a later part on the previous part's hidden states."""
     return part(hidden, inputs.split(*tensors).context)
 
 
 class PiecewiseForward:
     """Piecewise forward pass of a model. While a part runs, the weights of the next offloaded layer
-    are copied to the device. Each part may be a graph; copies run between parts."""
+    are copied to the device. Each part may be a graph; copies are started between parts."""
 
     def __init__(
         self, model: PartedModel, num_layers: int, ring: WeightStreamer, backend: Backend

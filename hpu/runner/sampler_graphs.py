@@ -37,8 +37,8 @@ class SamplerGraphs:
     in the memory reserved for graphs.
 
     Captured only on a device whose graphs read the inputs of each replay, and used only by decodes
-    whose forward pass has a graph: their hidden states all have one memory layout, which is part of
-    the runtime's key.
+    whose forward pass has a graph: their hidden states have the same memory layout, which is part
+    of the runtime's key.
     """
 
     def __init__(

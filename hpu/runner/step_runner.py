@@ -90,8 +90,7 @@ class StepRunner:
 
     @property
     def is_compilable(self) -> bool:
-        """Whether `warm_up` may run in a mode that compiles launches without executing them. False
-        if a launch needs results of an earlier launch on the host."""
+        """Whether `warm_up` may run in a mode that compiles launches without executing them."""
         return True
 
     @property

@@ -1,5 +1,2 @@
-"""The sampler: from logits to tokens and log-probabilities.
-
-A single sampler serves every device, over operations with exact or static shapes. Warm-up is in
-hpu/warmup, the launch in hpu/runner.
-"""
+"""The sampler: from logits to tokens and log-probabilities. A single sampler serves every device,
+over operations with exact or static shapes."""

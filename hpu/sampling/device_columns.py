@@ -14,8 +14,7 @@ T = TypeVar("T")
 
 
 class ByWidth(dict[int, T], Generic[T]):
-    """Objects by batch width, each created at the first launch of its width, in a recipe that the
-    later launches do not have."""
+    """Objects by batch width, each created on first use, in its own recipe."""
 
     def __init__(self, backend: Backend, make: Callable[[int], T]) -> None:
         super().__init__()

@@ -223,7 +223,6 @@ class _Inputs:
 
 
 def _probabilities(scores: Tensor, best: filters.Argmax, params: Params, stages: Stages) -> Tensor:
-    """(B, V) probabilities after the temperature."""
     if stages.temperature:
         # Subtract the maximum first: tiny temperatures then give -inf and weight 0, never infinity.
         # Softmax subtracts it anyway, so a temperature of 1 changes no bit.
@@ -232,5 +231,4 @@ def _probabilities(scores: Tensor, best: filters.Argmax, params: Params, stages:
 
 
 def _writable(scores: Tensor, logits: Tensor) -> Tensor:
-    """Copy of `scores` if they are the caller's logits, else `scores`."""
     return scores.clone() if scores is logits else scores

@@ -343,6 +343,5 @@ def _counted(counts: Tensor, rows: Tensor, tokens: Tensor) -> Tensor:
 
 
 def _appended(last_tokens: Tensor, rows: Tensor, tokens: Tensor) -> Tensor:
-    """Rows of the last-tokens table with `tokens` appended."""
     kept = last_tokens.index_select(0, rows)[:, 1:]
     return torch.cat((kept, (tokens + 1).unsqueeze(1)), dim=1)

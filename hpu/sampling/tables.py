@@ -1,8 +1,8 @@
 """Device tables with a row per request: bias, banned tokens, token counts, bad words, last tokens.
 
 The last row of a table is neutral: launches use it for padding and for requests that do not use the
-table. Tokens appended to it have no effect, because these rows have no penalties and no bad words.
-A request's row therefore needs no cleanup.
+table. Tokens appended to it have no effect. Other rows need no cleanup: a request that uses a table
+overwrites its row first.
 """
 
 import math
@@ -161,7 +161,7 @@ class SamplingTables:
 
 
 def _bad_word_rows(words: tuple[tuple[int, ...], ...], shape: tuple[int, ...]) -> TokenArray:
-    """(W, L + 1) table of `words`, right-aligned, without a loop over the words."""
+    """(W, L + 1) table of `words`, right-aligned."""
     table = np.zeros(shape, dtype=np.int64)
     lengths = np.fromiter(map(len, words), dtype=np.int64, count=len(words))
     ends = np.cumsum(lengths)

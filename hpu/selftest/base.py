@@ -231,7 +231,7 @@ class Card:
         self, function: "Callable[..., object]", *, keeps_tensors: bool = False
     ) -> "Callable[..., Tensor]":
         """Capture `function` on its first call, and replay it. `keeps_tensors`: with the tensor
-        cache, which a server does not use by default."""
+        cache."""
         graphed: Callable[..., Tensor] = self.hpu.wrap_in_hpu_graph_func(
             function, disable_tensor_cache=not keeps_tensors
         )

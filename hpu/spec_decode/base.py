@@ -1,5 +1,5 @@
-"""Proposer: protocol of the drafters for speculation on the host. Drafts: what a decode verifies
-there. AcceptanceCounts: how many drafts were accepted, on the host or on a device."""
+"""Proposer: protocol of the drafters on the host, with the types of its results. AcceptanceCounts:
+counters of proposed and accepted drafts."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
@@ -57,8 +57,8 @@ class Proposer(Protocol):
 
     def measure(self, max_num_seqs: int) -> DraftingCosts | None:
         """Measure the cost of drafting for up to `max_num_seqs` requests; None if drafting is cheap
-        compared with a launch. Called after the warm-up, on all ranks of the last pipeline stage at
-        once."""
+        compared with a launch. Must be called after the warm-up, on all ranks of the last pipeline
+        stage at once."""
         ...
 
 
@@ -71,8 +71,8 @@ class AcceptanceCounts:
         self._count = count
 
     def add(self, num_drafts: int, num_accepted: int) -> None:
-        """Count the verification of `num_drafts` drafts of a request; `num_accepted` drafts were
-        accepted."""
+        """Count the verification of `num_drafts` drafts of a request, which accepted `num_accepted`
+        drafts."""
         self._count("spec_decode.num_drafts", 1)
         self._count("spec_decode.num_draft_tokens", num_drafts)
         self._count("spec_decode.num_accepted_tokens", num_accepted)

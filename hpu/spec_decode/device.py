@@ -92,8 +92,7 @@ class VerifyBatch(NamedTuple):
 
 
 class DeviceDrafter(Protocol):
-    """Draft model or head that drafts on the device (hpu/runner/drafting/device_drafter.py). Its
-    position i reads token i + `shift`."""
+    """Draft model or head that drafts on the device. Its position i reads token i + `shift`."""
 
     shift: int
     num_rows: int
@@ -222,8 +221,8 @@ class DeviceSpeculation:
         return self._history.index_select(0, index.reshape(-1)).view(positions.shape)
 
     def take_host_tensors(self) -> list[Tensor]:
-        """Take the host tensors of the uploads since the last call. The caller keeps them alive
-        until the device is done."""
+        """Take the host tensors of the uploads since the last call. They must stay alive until the
+        device is done."""
         taken, self._host = self._host, []
         return taken
 

@@ -90,7 +90,6 @@ class DraftHead(LoadableModel):
 
     @property
     def layers(self) -> list[DecoderLayer]:
-        """Layers of the decoder."""
         return self._decoder[0].layers
 
     def use_kernels(self, kernels: Kernels, *, split_qkv: bool = False) -> None:

@@ -36,7 +36,7 @@ may cost this much (a tile of a matrix unit) even if less was measured. A distur
 would otherwise make trials free and add trials to every launch, which gave 0.83 times the tokens
 per second without drafts."""
 MAX_SAVED = 200
-"""Maximum saved time for trials, in launches."""
+"""Maximum saved time for trials, in launches whose TRY_SHARE is saved."""
 MAX_STEADY_ROWS = 8
 """Maximum rows of a request in a drafter's first launch that are charged in full, because each
 launch repeats them. A request with more rows has a prompt that the drafter has not computed; its
@@ -113,7 +113,7 @@ class DraftLengths:
 
     def wanted(self, req_index: int) -> int:
         """Maximum number of drafts to propose for the request in this launch: 0 during a pause, 1
-        for a trial."""
+        for a trial. Call it once per launch, because it shortens the pause."""
         state = self._states[req_index]
         if self.costs is None or state.wait == 0:
             return 1 if state.is_trying else self._max_drafts
@@ -222,7 +222,6 @@ class DraftLengths:
 
 
 def _level(num_agreed: int) -> int:
-    """Level of a draft for a match of `num_agreed` tokens."""
     return min(num_agreed.bit_length(), NUM_LEVELS - 1)
 
 

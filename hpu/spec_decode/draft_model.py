@@ -22,8 +22,7 @@ missing, a prefill computes all of them but the last."""
 
 @runtime_checkable
 class DraftLauncher(Protocol):
-    """Runs a draft model or a head over the blocks of the running requests
-    (hpu/runner/drafting/draft_runner.py)."""
+    """Runs a draft model or a head over the blocks of the running requests."""
 
     block_size: int
     max_model_len: int
@@ -145,7 +144,6 @@ class DraftModelProposer:
         return max(1, num_tokens - state.length - len(state.processed))
 
     def _text(self, history: Tokens) -> Tokens:
-        """Tokens in the order of the drafter's positions."""
         return history[1:] if self._reads_hidden else history
 
     def _catch_up(self, req_index: int, history: Tokens) -> int:

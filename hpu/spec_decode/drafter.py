@@ -29,9 +29,8 @@ from hpu.spec_decode.hidden_heads import HeadLauncher, HiddenHead, HiddenHeadPro
 
 
 class Drafter:
-    """How a draft method proposes tokens. The mapping DRAFTERS of each file in drafters/ lists the
-    drafters of the methods in the file of the same name in config/speculation/. This base class: a
-    method that drafts on the host only."""
+    """How a draft method proposes tokens. This base class: a method that drafts on the host
+    only."""
 
     def proposer(self, method: SpeculationMethod, launcher: object) -> Proposer:
         """Proposer on a device that shares memory with the host. `launcher`: runs the method's
@@ -89,8 +88,8 @@ class HeadDrafter(ModelDrafter):
     reads_hidden = True
 
     def __init__(self, head: Callable[[Decoder, ModelConfig, WeightMap], DraftHead]) -> None:
-        """`head`: makes the head from its decoder, which has only the last layer, the ModelConfig
-        of the target, and the weight map of the method's facts."""
+        """`head`: makes the head from a Decoder with its last layer only, the target's ModelConfig,
+        and the weight map of the method's facts."""
         self._head = head
 
     def make_head(

@@ -51,7 +51,7 @@ class HiddenHead(LoadableModel):
 
 @runtime_checkable
 class HeadLauncher(Protocol):
-    """Runs a head over hidden states of the target (hpu/runner/drafting/draft_runner.py)."""
+    """Runs a head over hidden states of the target."""
 
     def drafts(
         self,

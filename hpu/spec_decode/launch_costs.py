@@ -15,8 +15,8 @@ BUDGET_S = 3.0
 
 
 class LaunchCosts:
-    """Seconds of a launch by its number of rows, interpolated between measurements and never
-    decreasing."""
+    """Seconds of a launch by its number of rows, interpolated and extrapolated from measurements.
+    They never decrease with more rows."""
 
     def __init__(self, rows: Sequence[int], seconds: Sequence[float]) -> None:
         """`rows`: ascending, at least one element."""
@@ -73,7 +73,7 @@ def measure(
             start = time.perf_counter()
             launch(count)
             seconds = time.perf_counter() - start
-            # The first calls allocate memory and are ignored.
+            # The first calls allocate memory: their times are replaced by times of the second turn.
             fastest[count] = min(seconds, fastest.get(count, seconds)) if turn > 1 else seconds
             # If the time is over within the first turn, the larger launches are extrapolated.
             if turn == 0 and count > 1 and not agreement.all_true(time.perf_counter() < end_s):

@@ -8,7 +8,7 @@ that of rejection sampling.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,25 +17,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from hpu.protocol import Launch, NewRequest
+from hpu.runner.batch_state import BatchState
 from hpu.sampling.logprobs import TopLogprobs
 from hpu.sampling.sampler import Sampler
-from hpu.spec_decode.base import NOTHING, AcceptanceCounts, Drafts, Proposal, Proposer, Tokens
+from hpu.spec_decode.base import NOTHING, AcceptanceCounts, Drafts, Proposal, Proposer
 from hpu.spec_decode.draft_lengths import DraftLengths
 from hpu.spec_decode.launch_costs import LaunchCosts
 
 Bitmasks = npt.NDArray[np.int32]
-
-
-class Histories(Protocol):
-    """Known tokens of the running requests (hpu/runner/batch_state.py)."""
-
-    def tokens(self, req_index: int) -> Tokens:
-        """All known tokens of a request."""
-        ...
-
-    def draft_capacity(self, req_index: int) -> int:
-        """Maximum number of draft tokens that fit into the request's blocks and context."""
-        ...
 
 
 class Verified(NamedTuple):
@@ -54,7 +43,7 @@ class Speculation:
     def __init__(
         self,
         proposer: Proposer,
-        histories: Histories,
+        histories: BatchState,
         sampler: Sampler,
         lengths: DraftLengths,
         counts: AcceptanceCounts,
@@ -79,8 +68,8 @@ class Speculation:
 
     def measure(self, costs: LaunchCosts, max_num_seqs: int) -> None:
         """Set the `costs` of decodes, and measure the cost of drafting for up to `max_num_seqs`
-        requests. Afterwards, the number of drafts adapts to both. Called on all ranks of the last
-        pipeline stage at once."""
+        requests. Afterwards, the number of drafts adapts to both. Must be called on all ranks of
+        the last stage at once."""
         self.lengths.costs = costs
         self.lengths.drafting = self._proposer.measure(max_num_seqs)
 
@@ -145,7 +134,6 @@ class Speculation:
         return Drafts(req_indices, [proposal.tokens[:count] for proposal, count in pairs])
 
     def _propose(self, req_indices: Sequence[int], num_requests: int) -> dict[int, Proposal]:
-        """Proposals for the requests that should draft in a launch of `num_requests`."""
         state, lengths = self._histories, self.lengths
         drafting, limits = [], []
         for req_index in req_indices:

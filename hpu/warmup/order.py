@@ -37,7 +37,6 @@ def by_use(
 
 
 def _shares(table: BucketTable, traffic: list[Lengths] | None) -> dict[Bucket, float]:
-    """Share of each bucket in all launches."""
     limits = table.limits
     launches = launches_of(traffic, limits) if traffic else general_launches(limits)
     return {use.bucket: use.share for use in padding_of(launches, table.buckets, limits)}
@@ -49,9 +48,9 @@ def split_buckets(
     """Split `buckets` into (buckets to warm up before the first request, buckets to warm up while
     idle), both sorted by use, most used first.
 
-    The first part contains the buckets that serve most of `traffic` (None: a quarter of each phase,
-    the buckets that serve most of the general traffic) and the largest buckets, so that every
-    launch fits a warmed-up bucket.
+    The first part contains the largest buckets, so that every launch fits a warmed-up bucket, and
+    the buckets that serve most of `traffic`; for None, the quarter of each phase's buckets that the
+    general traffic uses most.
     """
     shares, useful = _shares(table, traffic), by_use(table, buckets, traffic)
     first = set(_cover(buckets))

@@ -55,7 +55,7 @@ class Warmup:
        and replayed, within the memory reserved for graphs. Nothing else allocates then, so the
        growth of memory is the size of the graph.
 
-    A bucket without a graph runs compiled.
+    A bucket without a graph can still be used.
     """
 
     def __init__(
@@ -103,7 +103,6 @@ class Warmup:
 
     @property
     def num_deferred(self) -> int:
-        """Number of buckets that `prepare_next` has yet to prepare."""
         return len(self._background)
 
     def start(self, table: BucketTable, on_progress: Progress) -> list[Bucket]:
@@ -178,7 +177,6 @@ class Warmup:
 
     @property
     def _compiles(self) -> bool:
-        """Whether buckets have compiled recipes or graphs."""
         return self._graphs.captures or self._backend.compiles
 
     def _skip(self, buckets: list[Bucket]) -> list[Bucket]:
@@ -238,7 +236,6 @@ class Warmup:
 
     @property
     def _compiles_first(self) -> bool:
-        """Whether buckets are compiled before they are run."""
         backend = self._backend
         is_on = self._config.compile_only and self._pads and backend.compiles
         return is_on and self._runner.is_compilable

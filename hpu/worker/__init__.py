@@ -1,1 +1,1 @@
-"""Worker of a device, from start-up to sleep, and its memory budget."""
+"""The worker of a device: loading, building, serving and sleep, and the plans of its memory."""

@@ -24,8 +24,7 @@ from hpu.offload.block_copies import (
     layout_of,
 )
 from hpu.offload.block_files import HEADER_BYTES, BlockFiles, NoFiles, acquire, remove_others
-from hpu.offload.host_blocks import HostBlocks
-from hpu.offload.sizes import MIN_SLOTS
+from hpu.offload.host_blocks import MIN_SLOTS, HostBlocks
 from hpu.protocol import (
     HASH_BYTES,
     BlocksFetched,
@@ -249,8 +248,7 @@ def _identity(loaded: LoadedModel, widths: tuple[int, ...]) -> dict[str, object]
 
 
 def _weights(model: str, load_format: str) -> list[object]:
-    """Name, size and modification time of each weight file, to detect changed weights in this
-    folder."""
+    """Name, size and modification time of each weight file; the load format for random weights."""
     path = Path(model)
     if load_format == DUMMY:
         return [load_format]

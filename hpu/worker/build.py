@@ -1,4 +1,4 @@
-"""Builds a worker's components in dependency order: memory split, KV cache, runner."""
+"""Builds a worker's components."""
 
 import gc
 import logging
@@ -26,7 +26,7 @@ from hpu.models.base import CausalLM
 from hpu.models.decoder import Decoder
 from hpu.models.pooling import PoolingModel
 from hpu.multimodal.images import TEXT_ONLY, ImageFeature, ImageLimits, Images, TowerLaunches
-from hpu.offload.sizes import staging_bytes
+from hpu.offload.host_blocks import staging_bytes
 from hpu.protocol import DECODE, PREFILL, SINGLE_RANK, Bucket, Ranks
 from hpu.quantization.kv_cache import KVCacheFormat, zero_non_finite
 from hpu.runner.batch_state import BatchState
@@ -92,13 +92,11 @@ class Components:
 
     @property
     def _caches(self) -> list[KVCache | HiddenCache | RequestStates]:
-        """KV caches and recurrent states that the model and its drafter have."""
         caches = (self.cache, self.states, *self.draft_caches)
         return [cache for cache in caches if cache is not None]
 
     @property
     def cache_bytes(self) -> int:
-        """Total bytes of KV caches and states."""
         return sum(cache.bytes for cache in self._caches)
 
     @property
@@ -120,7 +118,6 @@ class Components:
         return PagePrefaulter() if self.cache is None else self.cache.pages_ahead
 
     def start_prefaulting(self) -> None:
-        """Start to pre-fault memory of the cache."""
         self._prefaulter.start()
 
     def end_threads(self) -> None:
@@ -631,7 +628,8 @@ def _split(
 
 
 def _agreed(split: MemorySplit, loaded: LoadedModel) -> MemorySplit:
-    """The split that fits on all ranks: the minimum of each size."""
+    """The split that fits on all ranks: the minimum number of blocks and the minimum graph
+    budget."""
     count = loaded.agreement.least(split.num_blocks)
     if count < split.num_blocks:
         logger.info(

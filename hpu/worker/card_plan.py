@@ -1,5 +1,5 @@
 """CardPlan: whether a model fits a card's memory, and settings that would make it fit. Computed
-without a device; drafters and adapters are read from their config files."""
+without a device."""
 
 import itertools
 import math
@@ -142,7 +142,6 @@ class CardPlan:
 
     @property
     def context_blocks(self) -> int:
-        """Number of blocks of a full context."""
         return math.ceil(self.demand.max_model_len / self.demand.block_size)
 
     @property
@@ -186,9 +185,9 @@ def with_companions(
 
 
 def plan_card(model_config: ModelConfig, demand: CardDemand) -> CardPlan:
-    """Apply the documented memory split. With pipeline stages, returns the plan of a stage that
-    does not fit, or else of the stage with the fewest blocks, since all stages have the same number
-    of blocks. Raises ConfigError."""
+    """Plan the memory of a card. With pipeline stages, returns the plan of a stage that does not
+    fit, or else of the stage with the fewest blocks, since all stages have the same number of
+    blocks. Raises ConfigError."""
     if demand.num_stages > 1 and model_config.architecture not in ARCHITECTURES:
         raise ConfigError(
             f"{model_config.path} is a {model_config.architecture}, which has no native "
@@ -350,7 +349,6 @@ def changes(model_config: ModelConfig, plan: CardPlan) -> list[str]:
 
 
 def _smaller_demands(plan: CardPlan) -> Iterator[str]:
-    """Settings that would make the model fit on these cards."""
     demand, needed = plan.demand, (plan.context_blocks + 1) * plan.block_bytes
     free = plan.free_bytes
     if plan.num_blocks >= plan.context_blocks:

@@ -44,7 +44,6 @@ class DraftCaches(NamedTuple):
 
     @property
     def all(self) -> tuple[KVCache | HiddenCache, ...]:
-        """Caches that are not None."""
         return (self.kv,) if self.hidden is None else (self.kv, self.hidden)
 
 

@@ -71,7 +71,6 @@ def calculate_kv_scales(loaded: LoadedModel) -> None:
 
 @contextmanager
 def _unquantized_cache(model: nn.Module) -> Iterator[None]:
-    """Context in which caches have the model's dtype."""
     kept: list[tuple[nn.Module, str, object]] = []
 
     def change(module: nn.Module, name: str, value: object) -> None:

@@ -121,7 +121,6 @@ class LoadedModel:
 
     @property
     def kv_cache_dtype(self) -> torch.dtype:
-        """Dtype of the KV cache."""
         if self.patcher is not None and self.patcher.quantizes_cache(self.modules[0]):
             return torch.float8_e4m3fn
         return self.dtype if self.kv_cache_format is None else self.kv_cache_format.dtype
@@ -133,12 +132,10 @@ class LoadedModel:
 
     @property
     def all_models(self) -> "tuple[LoadedModel, ...]":
-        """This model, and its drafter if it has one."""
         return (self,) if self.drafter is None else (self, self.drafter)
 
     @property
     def agreement(self) -> Agreement:
-        """Agreement among the ranks that run the model."""
         return Agreement(self.groups.host)
 
     @property
@@ -149,7 +146,6 @@ class LoadedModel:
 
     @property
     def captures(self) -> bool:
-        """Whether launches are captured as graphs."""
         return self.backend.captures and not self.config.enforce_eager
 
     @property
@@ -163,7 +159,6 @@ class LoadedModel:
 
     @property
     def pads(self) -> bool:
-        """Whether launches are padded to buckets."""
         return self.bucket_config.strategy != "exact"
 
     @property
@@ -180,7 +175,6 @@ class LoadedModel:
 
     @property
     def has_windows(self) -> bool:
-        """Whether some layers have a sliding window."""
         return isinstance(self.model, CausalLM) and any(self.model.cache_windows())
 
     @property
@@ -199,7 +193,6 @@ class LoadedModel:
 
     @property
     def token_budget(self) -> int:
-        """Maximum number of tokens in a step."""
         return self.config.scheduler.token_budget(self.max_model_len, is_pooling=self.is_pooling)
 
     @property
@@ -605,8 +598,8 @@ def check_memory(
     weights: int,
 ) -> None:
     """Raise ConfigError if `weights` bytes exceed the device's total memory, or if the rotary table
-    exceeds the host's. Called before allocation: some systems overcommit memory and kill the
-    process later."""
+    exceeds the host's. Without this check, some systems overcommit memory and kill the process
+    later."""
     if weights > (total := backend.memory()[1]):
         raise ConfigError(
             f"the weights in {model_config.path} take {bytes_text(weights)}, {backend.name} has "
@@ -649,7 +642,6 @@ def _num_bytes(module: nn.Module) -> int:
 
 
 def _indexer(config: EngineConfig, model_config: ModelConfig) -> IndexerSpec | None:
-    """Indexer of a built-in model, if it has one."""
     return indexer_of(model_config) if is_native(model_config, config.model_impl) else None
 
 

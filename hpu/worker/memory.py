@@ -1,7 +1,6 @@
 """Memory split after loading: KV blocks, graphs, and a reserve.
 
-Pure functions without torch. A worker calls them before anything is captured; `gaudiserve plan`
-uses the same split.
+Pure functions without torch.
 """
 
 import math
@@ -63,7 +62,6 @@ class KVCacheDemand:
 
     @property
     def context_blocks(self) -> int:
-        """Number of blocks of a full context."""
         return math.ceil(self.max_model_len / self.block_size)
 
     @property
@@ -74,7 +72,6 @@ class KVCacheDemand:
 
     @property
     def context_bytes(self) -> int:
-        """Bytes of the blocks of a full context and the pad block."""
         return (self.context_blocks + 1) * self.block_bytes
 
 

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from config.params.offload import OffloadConfig
 from hpu.offload.block_files import HEADER_BYTES
-from hpu.offload.sizes import MIN_SLOTS, staging_bytes
+from hpu.offload.host_blocks import MIN_SLOTS, staging_bytes
 
 
 class OffloadTiers(NamedTuple):

@@ -112,7 +112,7 @@ class Serving:
         return WarmedBuckets(buckets, self.warmup.num_deferred, self.counters.take_changed())
 
     def close(self, *, frees: bool) -> None:
-        """End the trace and the threads; with `frees` also free caches and states."""
+        """End the trace and the threads; with `frees` also free caches, states and images."""
         self.in_flight.clear()
         self.profiler.close()
         if frees:

@@ -79,7 +79,8 @@ class Worker:
         self._awake: Serving | None = None
         """None while asleep."""
         self._capacity: tuple[int | None, int | None] = (None, None)
-        """Numbers of KV blocks and rings; kept at each wake-up."""
+        """Numbers of KV blocks and rings, which a wake-up keeps; None: not chosen yet, or no KV
+        cache."""
         self._counters = Counters()
         self._handlers: Handlers = {
             GrammarMasks: self.mask,
@@ -266,7 +267,6 @@ class Worker:
         raise RequestFailed(f"the worker cannot wake up and stays asleep: {why}")
 
     def _drop(self) -> None:
-        """Drop everything but the weights and the back end."""
         if self._awake is not None:
             assert not self._awake.in_flight, "sleep with a plan"
             self._awake.close(frees=True)

@@ -114,7 +114,6 @@ def _add_sleep(router: APIRouter, state: AppState) -> None:
 
 
 def _choice(request: Request, name: str, choices: tuple[str, ...]) -> str:
-    """Value of the query parameter `name`; default: the first of `choices`. Raises UserError."""
     value = request.query_params.get(name, choices[0])
     if value not in choices:
         raise UserError(f"{name} is {value[:40]!r}, it must be {' or '.join(choices)}", param=name)
@@ -122,7 +121,6 @@ def _choice(request: Request, name: str, choices: tuple[str, ...]) -> str:
 
 
 def _query_parameters(**choices: tuple[str, ...]) -> dict[str, Any]:
-    """OpenAPI description of query parameters. `choices`: parameter name -> allowed values."""
     return {
         "parameters": [
             {"name": name, "in": "query", "schema": {"type": "string", "enum": list(values)}}

@@ -48,7 +48,6 @@ def docs_routes(title: str) -> APIRouter:
 
 @functools.cache
 def _docs_files() -> Mapping[str, StaticFile]:
-    """The files of Swagger UI, by path."""
     folder = Path(str(files("fastapi_offline") / "static"))
     headers = {"cache-control": f"max-age={CACHE_S}"}
     return {f"{DOCS_FILES}{name}": StaticFile(folder / name, headers) for name in FILES}

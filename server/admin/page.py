@@ -57,7 +57,6 @@ def page_routes(state: AppState) -> APIRouter:
 
 @functools.cache
 def _page_files() -> Mapping[str, StaticFile]:
-    """The page and its files, by path."""
     folder = Path(str(files("server") / "page"))
     found = {"/": StaticFile(folder / "page.html", HEADERS)}
     for file in (*folder.iterdir(), *(folder / "vendor").iterdir()):
@@ -76,7 +75,6 @@ async def _shapes(state: AppState) -> Any:
 
 
 def _reason(state: AppState) -> str:
-    """Why the engines have failed or are being restarted; empty otherwise."""
     if state.client.failure is not None:
         return state.client.failure
     return state.client.lost.message if state.client.lost is not None else ""

@@ -1,4 +1,4 @@
-"""Probes, version, load and metrics, for operators, routers and Prometheus."""
+"""Probes, version, sleep state, load and metrics, for operators, routers and Prometheus."""
 
 from functools import partial
 from typing import Any

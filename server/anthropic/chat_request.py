@@ -114,12 +114,10 @@ class _MessageBuilder:
         """tool_use id -> tool name."""
 
     def add_system(self, system: str | list[Any] | None) -> None:
-        """Add the system prompt."""
         if system:
             self._add_system_text(_blocks(system, "system"))
 
     def add(self, message: Any, where: str) -> None:
-        """Add the next message. Raises UserError."""
         if not isinstance(message, dict) or message.get("role") not in _ROLES:
             shown = value_text(message)
             if isinstance(message, dict):
@@ -212,8 +210,6 @@ class _MessageBuilder:
             message.setdefault("reasoning", []).extend(reasoning)
 
     def _part(self, block: Any, where: str, *others: str) -> Part:
-        """Convert a text block, or an image block if the model supports images. `others`: other
-        block types that are accepted here, for the error."""
         if "image" in self._taken and block["type"] == "image":
             return _image(block, where)
         return _text(block, where, (*self._taken, *others))
@@ -263,8 +259,6 @@ class _MessageBuilder:
 
 
 def _blocks(content: str | list[Any], where: str) -> Iterator[tuple[Any, str]]:
-    """Content blocks with their paths. Raises UserError for more than MAX_PARTS blocks, and for a
-    block without a type."""
     if isinstance(content, str):
         content = [{"type": "text", "text": content}]
     if len(content) > MAX_PARTS:
@@ -277,7 +271,6 @@ def _blocks(content: str | list[Any], where: str) -> Iterator[tuple[Any, str]]:
 
 
 def _image(block: Any, where: str) -> Part:
-    """Convert an image block to a content part of a chat message."""
     source = block.get("source")
     kind = source.get("type") if isinstance(source, dict) else None
     if kind == "url":
@@ -291,8 +284,6 @@ def _image(block: Any, where: str) -> Part:
 
 
 def _text(block: Any, where: str, taken: Sequence[str] = ("text",)) -> Part:
-    """Convert a text block to a content part. Raises UserError for any other block; `taken`:
-    accepted types, for the error."""
     if block["type"] != "text":
         raise wrong_type(block["type"], where, taken)
     return {"type": "text", "text": _string(block, "text", where)}

@@ -54,8 +54,9 @@ def is_foreign_tool(tool: Any) -> bool:
 
 
 def is_ignored_block(block: Any) -> bool:
-    """Whether a block of an assistant message is ignored: a block whose type is not text, thinking,
-    tool_use or image, such as redacted_thinking, or a text block whose text is null."""
+    """Whether a block of an assistant message is ignored: a block with a type other than text,
+    thinking, tool_use and image, such as redacted_thinking, or a text block whose text is null. A
+    block without a type is not ignored."""
     kind = type_of(block)
     if kind == "text":
         return block.get("text") is None

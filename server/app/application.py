@@ -183,8 +183,6 @@ def _unknown_route(request: Request) -> HTTPException:
 
 
 def _flag(request: Request) -> str | None:
-    """The flags that would enable a route for the path of `request`; None if there is no such
-    route."""
     if request.scope["path"] == OPENAPI:
         return "--enable-docs"
     for route, flag in request.app.state.flags:
@@ -194,13 +192,11 @@ def _flag(request: Request) -> str | None:
 
 
 def _paths(request: Request) -> list[str]:
-    """Paths of the routes without path parameters."""
     paths = (route.path for route in request.app.state.routes if isinstance(route, Route))
     return sorted({path for path in paths if "{" not in path})
 
 
 def _methods(request: Request, path: str) -> list[str]:
-    """Methods of the routes at `path`, sorted."""
     scope = {**request.scope, "path": path}
     return sorted(
         method
@@ -224,8 +220,6 @@ def _refusal(error: Exception, request: Request) -> Response:
 
 
 class _NoResponse(Response):
-    """Response that sends nothing."""
-
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         return
 

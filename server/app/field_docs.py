@@ -205,7 +205,8 @@ _PARENTS = {"MessagesBody": "CountBody"}
 
 
 def add_descriptions(definitions: Mapping[str, Any]) -> None:
-    """Add a description to each property of these JSON schemas that lacks one."""
+    """Add the description in OVERRIDES or SHARED, if any, to each property of these JSON schemas
+    that lacks a description."""
     for name, definition in definitions.items():
         inherited = OVERRIDES.get(_PARENTS.get(name, name), {})
         descriptions = {**SHARED, **inherited, **OVERRIDES.get(name, {})}

@@ -1,5 +1,5 @@
-"""Middleware around all routes: request ids, access log and metrics, API keys and errors, CORS, and
-direct dispatch to fixed paths."""
+"""Middleware around all routes: path prefix, request ids, access log and metrics, API keys and
+errors, CORS, and direct dispatch to fixed paths."""
 
 import inspect
 import logging
@@ -109,7 +109,7 @@ class RecordMiddleware:
 
 class AuthMiddleware:
     """Checks the API key, and converts exceptions into error responses. An exception in the middle
-    of a response is only logged."""
+    of a response is only logged. ClientGone has no response and no log entry of its own."""
 
     def __init__(self, app: ASGIApp, state: AppState) -> None:
         self._app = app

@@ -102,8 +102,6 @@ def _fields(body: type[Body], base: type[Body] | None) -> str:
 
 
 def _in(names: Collection[str]) -> list[tuple[str, list[str]]]:
-    """The groups with these fields, and their fields. Raises ValueError for a field without a
-    group."""
     if missing := set(names).difference(*GROUPS.values()):
         raise ValueError(f"fields without a group in GROUPS: {sorted(missing)}")
     found = [(group, [name for name in of if name in names]) for group, of in GROUPS.items()]
@@ -115,7 +113,6 @@ def _anchor(group: str) -> str:
 
 
 def _grouped(rows: Rows) -> str:
-    """A heading and a table for each group of fields."""
     return "\n".join(
         f"### {group}\n\n{_table({name: rows[name] for name in names})}"
         for group, names in _in(rows)
@@ -123,7 +120,6 @@ def _grouped(rows: Rows) -> str:
 
 
 def _rows_of(body: type[Body]) -> tuple[Rows, dict[str, Rows]]:
-    """Rows of the body without rejected fields, and rows of its nested objects."""
     _, made = models_json_schema([(body, "validation")])
     definitions: dict[str, Any] = made["$defs"]
     add_descriptions(definitions)
@@ -188,7 +184,6 @@ def with_parsers(page: str) -> str:
 
 
 def _parsers(flag: str, head: str, parsers: Mapping[str, ParserKind[object]]) -> str:
-    """A row for each output format, with the names of all parsers that read it."""
     names: dict[str, list[str]] = {}
     for parser in sorted(distinct(parsers), key=lambda parser: parser.names):
         names.setdefault(parser.example, []).extend(parser.names)

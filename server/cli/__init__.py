@@ -1,2 +1,1 @@
-"""The command `gaudiserve`: main.py, a file or folder for each subcommand, and files that several
-subcommands share."""
+"""The command `gaudiserve` and its subcommands; main.py dispatches to them."""

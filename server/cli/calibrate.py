@@ -186,7 +186,6 @@ def _model(args: argparse.Namespace, config: Path) -> LLM:
 
 
 def _answer(llm: LLM, samples: list[Sample], max_tokens: int) -> None:
-    """Generate a completion for each sample, with a progress bar."""
     # Without ignore_eos, an early end would leave few tokens to measure.
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     texts = [sample for sample in samples if isinstance(sample, str)]

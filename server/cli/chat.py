@@ -67,7 +67,9 @@ def chat_parser() -> FlagParser:
 
 
 def main(argv: list[str]) -> int:
-    """Run the chat. Raises CommandFailed if the server cannot be reached."""
+    """Run the chat; returns 1 if the only message of --quick has failed, otherwise 0. Raises
+    ConfigError, CommandFailed if the server cannot be reached, and the errors of
+    PrivateServer.wait_ready."""
     loaded = load(argv, default_model=NAMES[0], parser=chat_parser())
     loop = asyncio.new_event_loop()
     server = None
@@ -103,8 +105,6 @@ def unknown_command(text: str) -> str:
 
 
 class _Terminal:
-    """Terminal chat: the conversation and its input loop."""
-
     def __init__(
         self, loop: asyncio.AbstractEventLoop, loaded: Loaded, server: PrivateServer | None
     ) -> None:
@@ -226,13 +226,12 @@ class _Terminal:
             print(NORMAL, end="")
 
     async def _max_tokens(self, body: dict[str, Any]) -> int:
-        """--max-tokens, or the remaining context if it is smaller."""
         wanted: int = self._arguments.max_tokens
         try:
             counted = await self._client.call("POST", TOKENIZE_PATH, body)
             left = int(counted["max_model_len"]) - int(counted["count"])
         except (HttpFailure, KeyError, TypeError, ValueError):
-            # Other servers lack this route.
+            # Other servers may lack this route.
             return wanted
         # If no tokens are left, the server returns the error.
         return min(wanted, max(1, left))

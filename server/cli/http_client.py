@@ -44,8 +44,8 @@ def add_base_url(group: argparse._ArgumentGroup) -> None:
 
 
 def key_for(api_keys: Sequence[str], base_url: str | None) -> str | None:
-    """Key of the requests: the first of --api-key, or for a running server at `base_url` the
-    variable of OpenAI's SDK; None: none."""
+    """API key for requests: the first of `api_keys`, otherwise the value of OPENAI_API_KEY if
+    `base_url` is set. None: requests have no key."""
     if api_keys:
         return api_keys[0]
     return environment().get(KEY_VARIABLE) if base_url else None
@@ -99,7 +99,8 @@ class HttpClient:
         api_key: str | None = None,
         headers: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """`base_url`: an HTTP or HTTPS URL, or unix: followed by the path of a socket."""
+        """`base_url`: an HTTP or HTTPS URL, or unix: followed by the path of a socket. Raises
+        ConfigError for another URL."""
         self._url = base_url
         self._socket_path: str | None = None
         if base_url.startswith(UNIX):
@@ -161,7 +162,6 @@ class HttpClient:
         return HttpResponse(head.status, head.fields, content)
 
     async def _whole(self, connection: _Connection, head: _ResponseHead) -> bytes:
-        """Complete content of a response. Raises HttpFailure for more than MAX_ANSWER_BYTES."""
         pieces, num_bytes = [], 0
         async for piece in self._content(connection, head):
             pieces.append(piece)
@@ -295,7 +295,6 @@ class HttpClient:
             ) from None
 
     def _size(self, text: bytes, base: int) -> int:
-        """Parse a Content-Length or a chunk size. Raises HttpFailure."""
         try:
             size = int(text[:20], base)
         except ValueError:

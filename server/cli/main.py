@@ -134,6 +134,10 @@ def _command(name: str) -> Callable[[list[str]], int]:
 def _serve(argv: list[str]) -> int:
     from config.checkpoint.demo import NAMES
 
+    # Settings are sent to other processes as UTF-8.
+    for word in argv:
+        if word.encode(errors="replace").decode() != word:
+            raise ConfigError(f"the argument {word!r} is not UTF-8: rename the file or folder")
     parser = server_parser("gaudiserve serve", SERVE)
     parser.examples = (
         "gaudiserve serve",
@@ -256,7 +260,6 @@ def _as_json(shown: Mapping[str, tuple[object, str]]) -> str:
 
 
 def _as_table(shown: Mapping[str, tuple[object, str]]) -> str:
-    """Settings as text, in the groups of `--help`: a title, then a line per setting."""
     rows = [
         (flag.setting.group, flag.key, flag.shown(shown[flag.key][0]), shown[flag.key][1])
         for flag in FLAGS

@@ -78,7 +78,8 @@ def plan_parser() -> FlagParser:
 
 
 def main(argv: list[str]) -> int:
-    """Print the plan; returns 0 if the model fits and is served, otherwise 1."""
+    """Print the plan; returns 0 if the model fits and is served, otherwise 1. Raises
+    ConfigError."""
     loaded = load(argv, default_model="demo", parser=plan_parser())
     if num_cards := loaded.arguments.cards:
         words = [*argv, f"--tensor-parallel-size={num_cards}"]

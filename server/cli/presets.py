@@ -72,7 +72,7 @@ def presets_parser() -> FlagParser:
 
 
 def main(argv: list[str]) -> int:
-    """Print the preset. Raises ConfigError if the model does not fit."""
+    """Print the preset. Raises ConfigError, for example if the model does not fit."""
     loaded = load(argv, default_model="demo", parser=presets_parser())
     log_notes(loaded)
     args = loaded.arguments
@@ -135,7 +135,6 @@ def as_yaml(preset: Preset, loaded: Loaded) -> str:
 
 
 def _given(loaded: Loaded) -> dict[str, Any]:
-    """Settings that a flag, variable or file sets -> value."""
     return {key: value for key, (value, source) in loaded.sources.items() if source != DEFAULT}
 
 

@@ -83,7 +83,7 @@ def batch_parser() -> FlagParser:
 
 def main(argv: list[str]) -> int:
     """Run the batch; returns 0 once each line has a response, errors included. Raises ConfigError,
-    CommandFailed and EngineDied."""
+    CommandFailed, and the errors of PrivateServer.wait_ready."""
     loaded = load(argv, default_model=NAMES[0], parser=batch_parser())
     arguments = loaded.arguments
     log.setup("run-batch", loaded.server.log)
@@ -105,7 +105,6 @@ def main(argv: list[str]) -> int:
 
 
 def _unanswered(file: IO[bytes], output: BatchOutput) -> Iterator[BatchLine | InvalidLine]:
-    """Input lines without a response. The file is read lazily."""
     return (line for line in read_lines(file) if not output.has(line))
 
 
@@ -188,7 +187,6 @@ async def _answer_all(
 
 
 async def _ask(client: HttpClient, line: BatchLine) -> HttpResponse:
-    """Send a line, and retry while the server answers 503."""
     while True:
         answer = await client.ask("POST", line.url, line.body)
         if answer.status != BUSY:

@@ -59,9 +59,9 @@ def main() -> None:
 
 def start(engine: EngineConfig, server: ServerConfig) -> int:
     """Serve until stopped; returns the exit status. The caller has called `check_device`. Raises
-    ConfigError and CheckpointError."""
+    ConfigError."""
     if server.chat_template:
-        # The API server reads it after the engine is launched.
+        # Check the template before the engine is launched; the API server reads it later.
         read_template(server.chat_template)
     names = server.served_model_names or default_names(
         engine.model, {adapter.name for adapter in engine.lora.adapters}
@@ -73,7 +73,6 @@ def start(engine: EngineConfig, server: ServerConfig) -> int:
 
 
 def _checked(engine: EngineConfig, server: ServerConfig, report: Report) -> str:
-    """Call `resolve_checkpoint`; its errors, except SettingError, are raised as CheckpointError."""
     with checkpoint_errors():
         return resolve_checkpoint(engine, server, report)
 
@@ -116,7 +115,7 @@ def resolve_checkpoint(engine: EngineConfig, server: ServerConfig, report: Repor
     check_adapters(engine.lora, folder, engine.download_dir)
     if not server.skip_tokenizer_init:
         # Resolve and check the tokenizer here, where progress is reported, before an engine starts.
-        # API servers find it in the cache.
+        # API servers find a converted tokenizer in the cache.
         found = tokenizer_folder(folder, Path(engine.cache_dir or cache_home()), report)
         check_tokenizer_file(found / "tokenizer.json")
     return folder

@@ -83,7 +83,6 @@ def installed(path: Path) -> str:
 
 
 def _commands() -> Iterator[Path]:
-    """Commands named vllm in PATH that gaudiserve did not write."""
     for folder in os.get_exec_path(dict(environment())):
         path = Path(folder) / NAME
         if path.is_file() and os.access(path, os.X_OK) and not _is_ours(path):

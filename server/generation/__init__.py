@@ -1,1 +1,2 @@
-"""The text pipeline: prompt token ids in, text deltas out."""
+"""Generation requests: validation, submission to the engine, and output as text deltas and parser
+events."""

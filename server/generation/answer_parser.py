@@ -47,9 +47,9 @@ PROMPT_CHARACTERS = 256
 CLOSING_TOKENS = 64
 """Number of last tokens that are searched first for the end tag or call marker."""
 MAX_CLOSING_TOKENS = 4_096
-"""Number of last tokens that are searched for the end tag or call marker. A search decodes them
-about fifteen times, in 10 ms. A parser finds the end of the reasoning at most 1,024 characters
-late."""
+"""Number of last tokens that are searched for the end tag or call marker. A search decodes up to
+this number of tokens about fifteen times, in 10 ms. Parsers find the end of the reasoning at most
+1,024 characters late, so the tag is normally within these tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,9 +147,9 @@ class ParserConfig:
         skips_blanks: bool,
         is_free: bool = False,
     ) -> ThinkingSpec | None:
-        """The reasoning that may precede the constrained part of an answer to `prompt`; None: no
+        """The reasoning at the start of an answer to `prompt`, before a grammar applies; None: no
         reasoning. `begun`: see `starts_inside`. `is_wanted`: the client did not disable reasoning.
-        `is_free`: the text after the reasoning is not constrained."""
+        `is_free`: no grammar constrains the text after the reasoning."""
         reasoning_format = self._reasoning_format
         if reasoning_format is None:
             return None
@@ -171,7 +171,8 @@ class ParserConfig:
         return TOOL_PARSERS[self.tool_parser].format if self.tool_parser else None
 
     def tool_call_grammar(self, functions: Functions) -> ToolCallGrammar:
-        """The grammar of the model's calls to `functions`. Raises UserError."""
+        """The grammar of the model's calls to `functions`. Raises UserError if it cannot enforce
+        the schema of their arguments."""
         assert self.tool_call_format is not None, "choosing was checked"
         return self.tool_call_format.grammar(functions)
 
@@ -292,9 +293,8 @@ class ChoiceParser:
         return events
 
     def finish_reason(self, given: str | None) -> str | None:
-        """The finish reason of the choice. `given`: the finish reason of its text; it is returned
-        unless it is `stop` and the choice has calls. Then the reason is `tool_calls`, unless
-        tool_choice names the function."""
+        """The finish reason of the choice: `tool_calls` instead of `stop` if the choice has calls,
+        unless tool_choice names the function. `given`: finish reason of the text."""
         chose = self._has_calls and not self._is_named
         return "tool_calls" if given == "stop" and chose else given
 

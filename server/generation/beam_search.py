@@ -1,7 +1,7 @@
 """Beam search on top of an engine, with the semantics of transformers' `generate(num_beams=...)`.
 
-Each step sends a request per beam, which generates a single token. With prefix caching, the cache
-covers all but the last block of the beam, and the engine queues the requests before new requests.
+Each step sends a request for a single token for each running beam. From the second step on, the
+engine queues these requests before new requests of the same priority.
 """
 
 import time
@@ -115,7 +115,7 @@ class BeamSearch:
 
 class BeamSearchGeneration:
     """GenerationStream with the best `params.n` continuations of each prompt, best first. The
-    deltas, one for each choice, arrive at the end of the searches of all prompts."""
+    deltas, one for each choice, arrive when the searches of all prompts have ended."""
 
     @classmethod
     async def start(
@@ -131,8 +131,8 @@ class BeamSearchGeneration:
         admit: Callable[[], None] = lambda: None,
     ) -> "BeamSearchGeneration":
         """Check the request, call `admit` and send the first step. Raises the exceptions of
-        `Pipeline.start`, and UserError for an invalid `length_penalty` or beam width (`params.n`).
-        A search uses only the end tokens, the length limit and the output fields of `params`."""
+        `Pipeline.start` and `admit`, and UserError for parameters that beam search does not
+        support. The sampling parameters in `params`, such as temperature, have no effect."""
         check_length_penalty(length_penalty)
         check_comparable(pipeline.ready.logprobs_mode, "use_beam_search")
         params, output_limits = await pipeline.check_request(prompts, params, param)
@@ -243,7 +243,6 @@ class BeamSearchGeneration:
         return [delta]
 
     async def _search(self) -> None:
-        """Run the searches to their ends, or until `abort`."""
         while True:
             outputs = await self._step.collect()
             if self._is_over:
@@ -317,7 +316,6 @@ class BeamSearchGeneration:
                 yield self._delta(prompt_index * width + rank, prompt, beam)
 
     def _delta(self, index: int, prompt: Prompt, beam: Beam) -> Delta:
-        """A finished beam as the single delta of a choice."""
         params = self._params.replace_unchecked(logprobs=None, prompt_logprobs=None)
         sequence = Sequence(
             index, prompt, params, self._pipeline.tokenizer, self._visible_special_ids

@@ -27,7 +27,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, gc=False):
     bytes: bytes
     """UTF-8 bytes of this token; may be an incomplete character."""
     logprob: float
-    """Natural logarithm of the probability, or a logit with such a `logprobs_mode`; at least
+    """Natural logarithm of the probability, or a logit, depending on `logprobs_mode`; at least
     MIN_LOGPROB."""
     rank: int
     """Rank in the vocabulary; 1 for the most likely token."""

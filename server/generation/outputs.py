@@ -126,8 +126,8 @@ class RequestStream(Protocol):
     async def __anext__(self) -> list[Delta]: ...
 
     def abort(self) -> None:
-        """Abort all unfinished choices and end the iteration. May be called at any time and more
-        than once."""
+        """Abort the unfinished choices in the engine; if there are any, the iteration ends. May be
+        called at any time and more than once."""
         ...
 
 

@@ -204,13 +204,11 @@ class Pipeline:
             )
 
     def _with_bad_words(self, params: SamplingParams) -> SamplingParams:
-        """Convert `bad_words` to token ids: each word at the start of a text and after a space."""
         if not params.bad_words:
             return params
         if self.tokenizer is None:
             raise UserError("bad_words needs a tokenizer, this server has none", param="bad_words")
         length = sum(len(word) for word in params.bad_words)
-        # Bad words are encoded on the event loop.
         most = MAX_BAD_WORDS_CHARACTERS * self.tokenizer.inline_characters // INLINE_CHARACTERS
         if length > most:
             raise UserError(
@@ -244,8 +242,8 @@ class Pipeline:
 
 
 class Pauses:
-    """Yields to the event loop after each MAX_TOKENS_AT_ONCE tokens of work for a request. `pacer`
-    resumes waiting requests one at a time, round-robin over clients."""
+    """Yields to the event loop when the work for a request exceeds MAX_TOKENS_AT_ONCE tokens.
+    `pacer` resumes waiting requests round-robin over clients."""
 
     def __init__(self, pacer: LoopPacer) -> None:
         self._pacer = pacer
@@ -385,8 +383,8 @@ class Generation:
         return outputs
 
     def abort(self) -> None:
-        """Abort all unfinished choices and end the iteration. May be called at any time and more
-        than once."""
+        """Abort the unfinished choices in the engine; if there are any, the iteration ends. May be
+        called at any time and more than once."""
         self._aborted = self._aborted or bool(self._queues)
         queues, self._queues = self._queues, {}
         if queues:
@@ -397,7 +395,6 @@ class Generation:
         self._wake()
 
     def _apply(self, index: int, update: Update) -> Delta | None:
-        """Apply an update to its choice, and close the choice at its end."""
         sequence = self._sequences[index]
         finish = update.finish
         if finish is not None:
@@ -410,8 +407,8 @@ class Generation:
         return delta
 
     async def _next_updates(self) -> list[tuple[int, Update]]:
-        """Wait for updates; returns the available updates, up to about MAX_UPDATE_VALUES tokens and
-        log-probabilities. The next calls return the rest, after other requests have run."""
+        """Wait for updates. Returns the available updates, up to about MAX_UPDATE_VALUES tokens and
+        log-probabilities; the next calls return the rest."""
         loop = asyncio.get_running_loop()
         for index, queue in self._queues.items():
             if index not in self._gets:
@@ -444,7 +441,6 @@ class Generation:
 
 
 def _num_values(update: Update) -> int:
-    """Number of tokens and log-probabilities in an update."""
     if not update.logprobs:
         return len(update.tokens)
     num_logprobs = sum([memoryview(part.ids).nbytes // ID_BYTES for part in update.logprobs])

@@ -31,8 +31,8 @@ _RECORD_KEY = "gaudiserve.record"
 
 @dataclass(slots=True)
 class RequestRecord:
-    """Record of a request, filled in while the request is handled. RecordMiddleware reads it at the
-    end of the request, for the log line and the metrics."""
+    """Record of a request, filled in while the request is handled, for its log line and its
+    metrics."""
 
     id: str
     method: str
@@ -42,13 +42,13 @@ class RequestRecord:
     """ASGI `send` that bypasses all middleware, for later parts of the body: middleware reads only
     the start of a response."""
     owner: str = ""
-    """Owner of the request's API key (see ApiKeys.check); never logged."""
+    """Owner of the request (see ApiKeys.check); never logged."""
     started_s: float = field(default_factory=time.perf_counter)
     status: int = 0
     route: str = "unmatched"
     """Template of the route; `unmatched` for all unknown paths."""
     model: str | None = None
-    """Model name; None if the request does not use the engine."""
+    """Model name, once the request has passed its checks for the engine; otherwise None."""
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     ttft_s: float | None = None
@@ -85,7 +85,7 @@ class RequestRecord:
         return ", ".join([*(_NOT_IN_A_LIST.sub("?", name) for name in shown), *more])
 
     def summary(self) -> dict[str, Any]:
-        """Statistics of the finished request for the web page, without any content."""
+        """Statistics of the finished request for the web page."""
         return {
             "ended": round(time.time(), 3),
             "route": self.route,
@@ -134,7 +134,6 @@ class RequestRecord:
             )
 
     def _problems(self) -> str:
-        """Error, rejected field and ignored fields, for the end of the log line."""
         words = ""
         if self.error:
             words = f" error={json.dumps(self.error)}"
@@ -145,7 +144,6 @@ class RequestRecord:
         return words
 
     def _fields(self) -> dict[str, Any]:
-        """Fields of the line for JSON logs."""
         fields = {
             "request_id": self.id,
             "method": self.method,
@@ -187,8 +185,7 @@ def record_of(scope: Scope) -> RequestRecord:
 
 
 def log_prompt(record: RequestRecord, prompt: str | list[int]) -> None:
-    """Log the beginning of a prompt, a text or token ids; only for servers with
-    --enable-log-requests."""
+    """Log the beginning of a prompt, a text or token ids."""
     # Cut first: the repr of millions of ids takes a third of a second.
     text = prompt if isinstance(prompt, str) else repr(prompt[:MAX_PROMPT_CHARACTERS])
     text = text[:MAX_PROMPT_CHARACTERS]

@@ -37,7 +37,7 @@ class BodyModel(Protocol):
 
     @classmethod
     def unknown_fields(cls, data: Mapping[str, Any], /) -> list[str]:
-        """Fields of `data` that the body does not define."""
+        """Names of unknown fields of `data`, and of ignored entries."""
         ...
 
     def hold(self, held: HeldBody) -> None:
@@ -63,7 +63,8 @@ INLINE_VALUES = 2_000
 MANY_BYTES = 100_000
 """Maximum size of a body validated on the event loop: a few milliseconds."""
 SENT_BYTES = 2**16
-"""Minimum size of a sent piece. TLS encrypts it in a tenth of a millisecond."""
+"""Approximate size of the pieces in which a long body is sent. TLS encrypts a piece in a tenth of a
+millisecond."""
 
 
 @dataclass(slots=True)
@@ -125,9 +126,8 @@ class BodyReader:
         return ReceivedBody(decoded, size, record_of(request.scope), held)
 
     async def hold_more(self, held: HeldBody, num_bytes: int) -> HeldBody:
-        """Wait until there is room for `num_bytes` besides the bytes of `held`, and account for
-        both in a new HeldBody: for values that the server decodes for a request besides its body.
-        Raises Overloaded after a timeout."""
+        """Wait until `num_bytes` fit in addition to the bytes of `held`, and return a HeldBody that
+        accounts for both. `held` is freed first. Raises Overloaded after a timeout."""
         if num_bytes > LARGE_BODY_BYTES:
             self._schedule_trims()
         # Two requests that keep their bytes while they wait would wait for each other.
@@ -151,7 +151,6 @@ class BodyReader:
             )
 
     def _max_buffered(self, size: int) -> int:
-        """Limit on the buffered bytes of all bodies, for a new body of `size` bytes."""
         max_buffered = MAX_BUFFERED_BODIES * self._max_bytes
         return max_buffered + (
             MAX_SMALL_BODIES * LARGE_BODY_BYTES if size <= LARGE_BODY_BYTES else 0

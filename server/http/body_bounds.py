@@ -14,7 +14,7 @@ from config.params.sampling import MAX_LISTED_BIASES, MAX_LISTED_TOKENS
 from config.whole_files import MAX_PATH_CHARACTERS
 
 MAX_TOKEN_IDS = MAX_LISTED_TOKENS
-"""Maximum token ids of a field; large bodies are validated on a thread."""
+"""Maximum token ids of a field."""
 MAX_PROMPT_IDS = 2**22
 MAX_STRINGS = 16_384
 MAX_MESSAGES = 100_000
@@ -32,8 +32,7 @@ MAX_METADATA_VALUE_CHARACTERS = 512
 MAX_SAFETY_IDENTIFIER_CHARACTERS = 64
 """Limit of the OpenAI API on `safety_identifier`."""
 MAX_LABEL_CHARACTERS = 512
-"""Limit on short texts that the OpenAI API does not limit: user, prompt_cache_key, service_tier,
-..."""
+"""Limit on short texts that the OpenAI API does not limit, such as user and service_tier."""
 MAX_USER_ID_CHARACTERS = 256
 """Limit of the Messages API on `metadata.user_id`."""
 MAX_FIELD_VALUES = 2**17
@@ -119,7 +118,6 @@ def _integers(max_length: int) -> Callable[[object], list[int]]:
 
 
 def _are_integers(values: list[Any]) -> bool:
-    """Whether all values are integers that fit 64 bits."""
     if not set(map(type, values)) <= {int}:
         return False
     try:
@@ -174,7 +172,6 @@ def _length(max_length: int) -> Callable[[object], object]:
 
 
 def _structure(max_characters: int = MAX_FIELD_CHARACTERS) -> BeforeValidator:
-    """Validator that bounds a field with arbitrary structure before other validators read it."""
 
     def check(value: object) -> object:
         _check_structure(value, max_characters)
@@ -184,7 +181,6 @@ def _structure(max_characters: int = MAX_FIELD_CHARACTERS) -> BeforeValidator:
 
 
 def _check_structure(value: object, max_characters: int) -> None:
-    """Raise ValueError for too many values or characters; stops reading at the limit."""
     num_values = num_characters = 0
     pending: list[Any] = [[value]]
     while pending:

@@ -81,7 +81,8 @@ _STATUSES: Mapping[type[UserError], tuple[int, str | None]] = {
 
 
 class ClientGone(Exception):
-    """The client has disconnected, so no response can be sent."""
+    """Ends a request without a further response: the client has disconnected, or its response
+    cannot be completed."""
 
 
 class EngineFailed(EngineDied):
@@ -159,7 +160,6 @@ def fault_of(error: Exception) -> Fault:
 
 
 def _without_folders(error: Exception) -> str:
-    """The error text without the folders of paths; the log has the full paths."""
     return _FOLDER.sub("", str(error))
 
 

@@ -15,8 +15,7 @@ class FairSlots:
 
     Waiting work is limited in number, and waiting and running work in bytes. When a limit is
     reached, a client may still add work up to its share, the limit divided by the number of clients
-    with work (like engine/client/queue_limits.py), so that a client that fills the queue does not
-    lock out other clients.
+    with work, so that a client that fills the queue does not lock out other clients.
     """
 
     def __init__(
@@ -110,8 +109,6 @@ class FairSlots:
 
 
 class _Client:
-    """Waiting and running work of a client."""
-
     __slots__ = ("num_bytes", "num_running", "waiting")
 
     def __init__(self) -> None:

@@ -83,8 +83,8 @@ def _decoded(data: bytes, start: int | None = None) -> Any:
 
 
 def _problem(data: bytes, error: Exception) -> tuple[str, int]:
-    """Description and byte position of the problem in `data`, found by the standard library's
-    decoder. `error`: msgspec's error, which does not say what was expected."""
+    """Description and byte position of the problem in `data`. The standard library's decoder says
+    what was expected; `error`, msgspec's error, is used if that decoder accepts `data`."""
     try:
         text = data.decode()
         json.loads(text)
@@ -115,7 +115,6 @@ class _Pieces:
     every piece."""
 
     def __init__(self, data: bytes) -> None:
-        """Raises UserError for unmatched brackets or quotes, or too many values."""
         self._data = data
         self._at, self._depth = _structure(data)
         """Positions of brackets, commas and colons outside strings, and the nesting depth after
@@ -123,7 +122,6 @@ class _Pieces:
         self._kinds = np.frombuffer(data, np.uint8)[self._at]
 
     def value(self) -> Any:
-        """Decode the whole body."""
         return self._value(0, len(self._data), 0, len(self._at), 1)
 
     def _value(self, start: int, end: int, first: int, last: int, depth: int) -> Any:
@@ -152,8 +150,6 @@ class _Pieces:
         return self._container(first, last - 1, depth)
 
     def _container(self, opener: int, closer: int, depth: int) -> Any:
-        """Decode a list or object: runs of short entries in a single call, long entries
-        separately."""
         data, at = self._data, self._at
         is_list = data[at[opener] : at[opener] + 1] == b"["
         result: Any = [] if is_list else {}
@@ -207,8 +203,8 @@ class _Pieces:
 
 def _structure(data: bytes) -> tuple[Positions, npt.NDArray[np.int32]]:
     """Positions of brackets, commas and colons outside strings, and the depth after each position.
-    numpy releases the GIL. Raises UserError for unmatched brackets or quotes, and for too many
-    values, without scanning the rest."""
+    numpy releases the GIL. Raises UserError for a bracket that is never closed or never opened,
+    for a string without an end, and for too many values (without scanning the rest)."""
     positions: list[Positions] = []
     num_values, num_strings, num_opened, is_inside = 1, 0, 0, 0
     last_quote = 0
@@ -263,7 +259,6 @@ def _check_counts(num_values: int, num_objects: int) -> None:
 
 
 def _text(data: bytes, start: int, end: int) -> Any:
-    """Decode a long string, or a number, true, false or null."""
     opens = data.find(b'"', start, min(end, start + MAX_SHORT_BYTES))
     closes = data.rfind(b'"', max(start, end - MAX_SHORT_BYTES), end)
     if opens < 0 and end - start <= MAX_SHORT_BYTES:
@@ -276,8 +271,6 @@ def _text(data: bytes, start: int, end: int) -> Any:
 
 
 def _text_parts(data: bytes, position: int, closes: int) -> Iterator[str]:
-    """Decode the content of a long string in parts of about TEXT_PIECE_BYTES. Raises UserError for
-    more than MAX_TEXT_BYTES of memory."""
     length, width = 0, 1
     while position < closes:
         stop = min(position + TEXT_PIECE_BYTES, closes)

@@ -7,11 +7,12 @@ from typing import Any
 import msgspec
 
 PIECE_WEIGHT = 4096
-"""Weight that is encoded in a single call, in a fraction of a millisecond. A value has weight 1."""
+"""Weight that is encoded in a single call, in a fraction of a millisecond. A value has weight 1,
+and text and encoded JSON add to it."""
 CHARACTERS_PER_WEIGHT = 16
-"""Number of characters of text with weight 1."""
+"""Number of characters of text that add weight 1."""
 RAW_BYTES_PER_WEIGHT = 64
-"""Number of bytes of encoded JSON (msgspec.Raw) with weight 1: encoded JSON is only copied."""
+"""Number of bytes of encoded JSON (msgspec.Raw) that add weight 1: encoded JSON is only copied."""
 _PIECE_CHARACTERS = PIECE_WEIGHT * CHARACTERS_PER_WEIGHT
 
 _encode = msgspec.json.Encoder().encode
@@ -73,7 +74,6 @@ def _text_pieces(text: str) -> Iterator[bytes]:
 
 
 def _list_pieces(values: list[Any] | tuple[Any, ...]) -> Iterator[bytes]:
-    """Encode runs of small entries in a single call, and large entries separately."""
     separator, left, start = b"[", PIECE_WEIGHT, 0
     for index, entry in enumerate(values):
         left = _weight_left(entry, left)

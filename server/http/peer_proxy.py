@@ -146,7 +146,6 @@ class ForwardedResponse(Response):
             await self._forward(send)
 
     async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Connect to the peer and present the token; clients share the slots fairly."""
         async with self._peer.handshakes.hold(current_client.get() or ""):
             try:
                 reader, writer = await asyncio.open_unix_connection(self._peer.path)
@@ -183,7 +182,6 @@ class ForwardedResponse(Response):
             writer.close()
 
     async def _with_body(self) -> ForwardedRequest:
-        """The request with its body; a large body is encoded on a thread."""
         value, self._value = self._value, None
         if value is None:
             return self._request
@@ -299,7 +297,6 @@ async def _handle(
 
 
 def _scope(request: ForwardedRequest, abort: Callable[[], None]) -> Scope:
-    """ASGI scope of a forwarded request. `abort` closes the connection."""
     return {
         "abort_connection": abort,
         "type": "http",

@@ -53,7 +53,7 @@ def frame(data: bytes) -> bytes:
 
 
 def named_frame(kind: str, value: Any) -> bytes:
-    """An SSE event with an event type, used by the Responses and Messages APIs."""
+    """An SSE event with an event type and `value` as JSON."""
     return b"event: %b\ndata: %b\n\n" % (kind.encode(), json_line(value))
 
 

@@ -1,4 +1,4 @@
-"""TLS: certificate, private key and client CAs, reloaded when they change."""
+"""TLS settings: certificate, private key and client CAs."""
 
 import contextlib
 import logging

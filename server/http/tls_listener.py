@@ -101,7 +101,6 @@ class TlsListener:
                     self._admit(self._sock.accept()[0])
 
     def _admit(self, connection: socket.socket) -> None:
-        """Start the handshake of a new connection, unless the connection limit is reached."""
         if self.num_open >= self._config.max_connections:
             self._config.warn_full(self.num_open)
             connection.close()

@@ -47,8 +47,7 @@ class UnreadAnswer:
         return waited_s >= SLOW_AFTER_S and num_read < MIN_BYTES_PER_S * waited_s
 
     def read(self, num_bytes: int) -> None:
-        """Account for bytes that the client has read. Raises ClientGone if the response was
-        dropped."""
+        """Account for bytes that were sent. Raises ClientGone if the response was dropped."""
         if self.is_dropped:
             raise ClientGone
         self.num_left -= num_bytes
@@ -78,7 +77,8 @@ class UnreadStream(UnreadAnswer):
 class UnreadAnswers:
     """Bounds the memory of unread responses and streams. Over `max_bytes`, drops responses to slow
     clients, and over twice `max_bytes`, responses to any client. The client with the most unread
-    bytes loses its oldest response first. A long response is kept while there is no other."""
+    bytes is first; it loses its long responses, oldest first, and then its streams. The only long
+    response is kept."""
 
     def __init__(self, max_bytes: int = MAX_UNREAD_BYTES) -> None:
         self._max_bytes = max_bytes
@@ -128,7 +128,6 @@ class UnreadAnswers:
         self._counts.add(loop.call_later(SLOW_AFTER_S / 5, self._count))
 
     def _count(self) -> None:
-        """Update the unread bytes of all streams; repeats while there are streams."""
         self._counts.clear()
         if not self._streams:
             return
@@ -184,7 +183,6 @@ class UnreadAnswers:
             del self._answers[answer]
 
     def _trim_after(self, num_bytes: int) -> None:
-        """After the end of a large response, schedule returning freed memory to the OS."""
         if num_bytes > TRIMMED_BYTES and not self._trims:
             loop = asyncio.get_running_loop()
             self._trims.add(loop.call_later(TRIM_DELAY_S, self._trim))

@@ -73,8 +73,6 @@ class EngineCollector:
 
 
 class _EngineMetrics:
-    """Metrics of a single engine."""
-
     def __init__(self, engine: SingleEngineClient, labels: Labels, histograms: Registry) -> None:
         self._engine = engine
         self._values = labels
@@ -101,7 +99,6 @@ class _EngineMetrics:
         """Stage -> (number, total seconds) of the compilations observed so far."""
 
     def observe(self, stats: EngineStats) -> None:
-        """Record a stats message."""
         self._stats_s = time.monotonic()
         for num_tokens in stats.step_tokens:
             self._iteration_tokens.observe(num_tokens)
@@ -170,7 +167,6 @@ class _EngineMetrics:
         values: Mapping[Labels, float],
         kind: type[GaugeMetricFamily] | type[CounterMetricFamily] = GaugeMetricFamily,
     ) -> Metric:
-        """Metric family with `values` by label values; `label_names`: names of the labels."""
         family = kind(name, text, labels=[*LABELS, *label_names])
         for labels, value in values.items():
             family.add_metric([*self._values, *labels], value)

@@ -234,8 +234,7 @@ class Metrics:
         yield self.processes.metric()
 
     def _build_info(self) -> Metric:
-        """Versions, which dashboards compare between the servers of an upgrade. The value of each
-        API server is 1: nothing is summed."""
+        """Gauge with the versions as labels. Its value is 1: it is not summed over API servers."""
         names = ("model_name", "version", "python")
         family = GaugeMetricFamily(
             "gaudiserve:build_info", "Versions of gaudiserve and of Python.", labels=names

@@ -132,7 +132,6 @@ def _opened(data: bytes) -> ImageFile.ImageFile:
 
 
 def _kept_size(width: int, height: int) -> tuple[int, int]:
-    """The size to which a decoded image is scaled."""
     if (pixels := width * height) <= KEPT_PIXELS:
         return width, height
     scale = math.sqrt(KEPT_PIXELS / pixels)

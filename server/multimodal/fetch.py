@@ -25,13 +25,11 @@ import msgspec
 
 from config.errors import UserError
 from server.http.fair_slots import FairSlots
-from server.multimodal.messages import IMAGE, VIDEO, Video
+from server.multimodal.messages import IMAGE, MAX_FRAMES, VIDEO, Video
 
 MAX_IMAGE_BYTES = 20 * 2**20
 """Maximum size of an image file."""
 MAX_VIDEO_BYTES = 64 * 2**20
-MAX_FRAMES = 768
-"""Maximum number of frames in a data: URL of frames."""
 MAX_FETCHES = 32
 """Maximum concurrent fetches of https: URLs of all clients."""
 MAX_FETCHES_PER_CLIENT = 8
@@ -94,8 +92,6 @@ class _Refused(Exception):
 
 
 class _Kind(NamedTuple):
-    """Limits and media types for images or videos."""
-
     noun: str
     types: tuple[str, ...]
     max_bytes: int
@@ -137,7 +133,7 @@ def is_public_address(text: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
-    """How other hosts are reached."""
+    """Access to other hosts: name resolution, address check and TLS."""
 
     resolve: Resolve = field(default_factory=SystemResolver)
     """Returns the addresses of (host, port). Raises OSError."""
@@ -373,8 +369,6 @@ class _TooMuch(Exception):
 
 
 class _Traffic:
-    """Counts the bytes that a fetch reads from its connections."""
-
     def __init__(self, max_bytes: int) -> None:
         self._left = max_bytes
         self._head = b""
@@ -382,7 +376,6 @@ class _Traffic:
         """Whether the headers of the response have been read."""
 
     def begin_response(self) -> None:
-        """Start counting the headers of a response."""
         self._head, self.is_body = b"", False
 
     def count(self, data: bytes) -> None:
@@ -480,7 +473,6 @@ def _host_name(text: str) -> str:
 
 
 async def _aside(url: str, decode: Callable[[], Decoded]) -> Decoded:
-    """Call `decode`, on a thread if the URL is long, so that it does not block the event loop."""
     return decode() if len(url) <= INLINE_CHARACTERS else await asyncio.to_thread(decode)
 
 
@@ -497,7 +489,6 @@ def _frames(url: str, kind: _Kind) -> list[bytes]:
 
 
 def _data_text(url: str, kind: _Kind) -> str:
-    """The base64 text in a data: URL. Raises _Refused unless it is base64 of a supported type."""
     head, comma, data = url.partition(",")
     form = f"it must be data:{kind.types[0]};base64,..."
     if not comma:
@@ -520,7 +511,6 @@ def _check_size(text: str, kind: _Kind) -> None:
 
 
 def _decode_base64(text: str, kind: _Kind) -> bytes:
-    """Decode a base64 text. Raises _Refused if it is invalid, empty or too large."""
     _check_size(text, kind)
     pieces: list[bytes] = []
     try:

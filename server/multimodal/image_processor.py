@@ -46,7 +46,8 @@ list as `size`, which has no effect."""
 
 
 def minimax_m3_processor(fields: Json) -> Qwen2VLImageProcessorPil:
-    """Qwen2-VL's image processor, which is equivalent to MiniMax-M3's."""
+    """Qwen2-VL's image processor, which is equivalent to MiniMax-M3's. Raises ConfigError for
+    invalid pixel limits."""
     names = ("patch_size", "temporal_patch_size", "merge_size", "image_mean", "image_std")
     own = {name: fields[name] for name in names if fields.get(name)}
     given = fields.get("size")
@@ -196,7 +197,6 @@ def _check_ratio(image: Image.Image) -> None:
 def _image_processor(
     folder: Path, files: ProcessorFiles, options: dict[str, Any]
 ) -> Callable[..., Any]:
-    """Create the checkpoint's image processor. Raises ConfigError."""
     try:
         own = OWN_PROCESSORS.get(str(files.config.get("model_type")))
         if own is not None:

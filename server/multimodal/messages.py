@@ -6,6 +6,9 @@ import msgspec
 
 from engine.transport.messages import InputTensor
 
+MAX_FRAMES = 768
+"""Maximum frames of a video."""
+
 
 class Setup(msgspec.Struct, frozen=True):
     """Settings of the isolated process."""
@@ -16,7 +19,7 @@ class Setup(msgspec.Struct, frozen=True):
     """Options from --mm-processor-kwargs."""
     video_token: str = ""
     num_frames: int = 32
-    """Maximum frames sampled from a video; -1: only limited by MAX_FRAMES (video.py)."""
+    """Maximum frames sampled from a video; -1: only limited by MAX_FRAMES."""
     fps: float = -1
     """Maximum frames sampled per second of a video; -1: no limit."""
     is_unlisted: bool = False

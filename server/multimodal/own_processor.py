@@ -64,7 +64,6 @@ class OwnProcessor(NoGrid):
 
 
 def _processor_class(files: ProcessorFiles) -> Any:
-    """The processor class of the checkpoint. Raises ConfigError."""
     name = files.processor.get("processor_class") or files.tokenizer.get("processor_class")
     model_type = files.config.get("model_type")
     name = name or PROCESSOR_MAPPING_NAMES.get(str(model_type))

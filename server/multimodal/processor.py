@@ -79,14 +79,9 @@ def image_processes(
     video_frames: tuple[int, float] = (32, -1),
     is_unlisted: bool = False,
 ) -> ForkServer:
-    """Processes that decode and preprocess images and videos.
-
-    Args:
-        folder: Folder of the checkpoint.
-        options: Arguments of the checkpoint's image processor.
-        video_frames: `num_frames` and `fps` of `Setup`.
-        is_unlisted: `is_unlisted` of `Setup`.
-    """
+    """Processes that decode images and videos and preprocess them with the image processor of the
+    checkpoint in `folder`. `options`: arguments of the image processor. `video_frames`:
+    `num_frames` and `fps` of `Setup`."""
     setup = Setup(
         folder,
         image_token,
@@ -283,8 +278,6 @@ class ImagePreprocessor:
 
 @dataclass(slots=True)
 class _Job:
-    """An image or video that is being processed."""
-
     task: "asyncio.Future[ProcessedImage]"
     num_waiting: int = 0
     """Number of callers that wait for the image or video."""

@@ -12,11 +12,10 @@ from PIL import Image, ImageSequence, UnidentifiedImageError
 from config.version import install_command
 from server.multimodal.decode import MAX_PIXELS, check_size, decode, size_of, to_rgb
 from server.multimodal.file_checks import BadImage, check_file
-from server.multimodal.messages import Video
+from server.multimodal.messages import MAX_FRAMES, Video
 
 ANIMATIONS = ("GIF", "WEBP", "PNG")
 """Formats that Pillow reads frame by frame."""
-MAX_FRAMES = 768
 MAX_VIDEO_PIXELS = 256 * 2**20
 """Maximum total pixels of the sampled frames: 768 MiB as RGB."""
 MAX_ANIMATION_FRAMES = 16_384
@@ -194,7 +193,6 @@ def _equal(frames: list[Image.Image]) -> list[Image.Image]:
 
 
 def _check_frames(files: list[bytes]) -> None:
-    """Raise BadImage for too many frames, or for too many pixels in total. Decodes no frame."""
     _check_count(len(files))
     first, pixels = None, 0
     for data in files:

@@ -1,1 +1,1 @@
-"""LLM: the text pipeline without HTTP, for offline inference."""
+"""Offline inference: LLM with its inputs and outputs, calibration, and perplexity."""

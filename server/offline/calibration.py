@@ -58,15 +58,12 @@ def write_configs(
 
 
 def keep_least_losing(config: Path, num_ranks: int, *, with_attention: bool) -> None:
-    """Limit a quantization configuration to gate_up_proj and experts, except in the last layer:
-    these modules cost the demo model the least accuracy (docs/inc.md).
+    """Limit a quantization configuration to gate_up_proj and experts, except in the last of several
+    layers: these modules cost the demo model the least accuracy (docs/inc.md).
 
-    Args:
-        config: Path of the configuration, in the folder of the measurement files.
-        num_ranks: Number of ranks that were measured.
-        with_attention: Also quantize the matmuls of attention and the KV cache.
-
-    Raises ConfigError if no module is a gate_up_proj or has experts.
+    `config`: path of the configuration, in the folder of the measurement files. `num_ranks`: number
+    of ranks that were measured. `with_attention`: also quantize the matmuls of attention and the KV
+    cache. Raises ConfigError if no module is a gate_up_proj or has experts.
     """
     nodes = read_measures(measure_path(config.parent, 0, num_ranks))["Nodes"]
     layers = (re.search(r"\.layers\.(\d+)\.", name) for name in nodes)
@@ -122,12 +119,14 @@ def _check_measured(record: Record) -> None:
 
 def read_measures(path: Path) -> Record:
     """Read measurements from the JSON file, which has the same content as INC's pickled file.
-    Raises ConfigError."""
+    Raises ConfigError if the file cannot be read."""
     file = path.with_suffix(".json")
     try:
         record: Record = json.loads(file.read_text("utf-8"))
     except OSError as error:
         raise ConfigError(f"no measurements were written: {file}: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"{file} holds no measurements: {error}; measure again") from error
     return record
 
 

@@ -31,7 +31,7 @@ SWITCHES = {"on": True, "off": False}
 
 def with_fallbacks(keywords: Mapping[str, object]) -> Loaded:
     """Configuration from `keywords`, with the settings that avoid failed checks of the self-test.
-    Logs the same lines as `serve`."""
+    Logs the same lines as `serve`. Raises ConfigError."""
     loaded = from_keywords(**keywords)
 
     def change(flags: Mapping[str, str]) -> Loaded:

@@ -33,7 +33,7 @@ class BackgroundLoop:
 
     def run(self, call: Coroutine[Any, Any, Result]) -> Result:
         """Run `call` and return its result. Ctrl-C cancels the call, and is raised after its
-        cleanup. Raises EngineDied after `close`."""
+        cleanup or after STOP_TIMEOUT_S. Raises EngineDied after `close`."""
         if self._is_closed:
             call.close()
             raise EngineDied("it was closed")

@@ -417,7 +417,6 @@ class LLM:
         return list(params)
 
     async def _loaded(self, sources: list[MediaSource], param: str) -> list[ProcessedImage]:
-        """Load the images and videos of a prompt. Raises UserError if no images are allowed."""
         if not sources:
             return []
         if self._images is None:
@@ -438,7 +437,6 @@ class LLM:
         *,
         images: list[ProcessedImage] | None = None,
     ) -> Prompt:
-        """Create a Prompt with the images and videos of `sources`, or with `images`."""
         images = images or await self._loaded(sources or [], "prompt")
         if images:
             return await self._prompt_with_images(text or "", special, params, images)
@@ -546,7 +544,6 @@ async def _run_all(
     num_workers: int,
     use_tqdm: bool,
 ) -> list[Result]:
-    """Run `call` for 0 to `count - 1` with a progress bar; returns the results in order."""
     results: dict[int, Result] = {}
     with CountBar(total=count, desc="Prompts", disable=not use_tqdm) as bar:
 

@@ -187,7 +187,6 @@ async def _collect(pooling: PoolingStream, use_tqdm: bool) -> list[Vectors]:
 
 
 def _task_params(params: Params, task: str, count: int) -> list[PoolingParams]:
-    """Parameters of each prompt for `task`."""
     if params is None:
         params = PoolingParams(task=task)
     if isinstance(params, PoolingParams):

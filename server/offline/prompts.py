@@ -49,7 +49,6 @@ def parse_prompt(
 
 
 def _images(data: Any) -> list[MediaSource]:
-    """Sources of the images and videos in multi_modal_data; each key has an item or a list."""
     if not isinstance(data, Mapping):
         raise UserError(
             f"multi_modal_data is a {type(data).__name__}, it must be a dict", param="prompt"

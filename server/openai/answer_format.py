@@ -1,4 +1,4 @@
-"""Grammar and output parsers of chat answers."""
+"""Grammars and output parsers of generated answers."""
 
 from dataclasses import dataclass
 
@@ -34,7 +34,7 @@ class AnswerFormat:
     thinking_budget: int | None = None
 
     def sampling(self, params: SamplingParams) -> SamplingParams:
-        """Add the grammar and the reasoning budget to `params`."""
+        """`params` with the grammar and the reasoning budget."""
         if self.grammar is None and self.thinking_budget is None:
             return params
         return params.replace(
@@ -139,7 +139,6 @@ def _constrained(
 def _call_parsing(
     body: ChatBody, reader: ToolCallReader | None, *, finds_stray_calls: bool = False
 ) -> CallParsing | None:
-    """Parsing of the calls that `reader` reads; None without a reader."""
     if reader is None:
         return None
     return CallParsing(

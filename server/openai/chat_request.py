@@ -1,4 +1,4 @@
-"""Converts chat messages to a prompt and a running request, for all endpoints with messages."""
+"""Converts chat messages to a prompt, and starts chat requests."""
 
 import asyncio
 import contextlib

@@ -1,5 +1,5 @@
-"""Stream chunks for chat and completions. Nearly every chunk has only text, which is inserted
-between a fixed prefix and suffix. Other chunks go through the JSON encoder."""
+"""Stream chunks for chat and completions. A chunk that has only text is filled into a bytes
+template; other chunks go through the JSON encoder."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,8 +13,6 @@ from server.serving.job import ServingRequest
 
 
 class _Chunks:
-    """Base of the chunk writers of chat and completions."""
-
     def __init__(self, job: ServingRequest, kind: str) -> None:
         self._job = job
         self._envelope = job.envelope(kind)
@@ -65,7 +63,6 @@ class ChatChunks(_Chunks):
         return begin + self._choice_chunk(delta, {"content": ""}) if has_tokens else begin
 
     def _parsed(self, delta: Delta) -> bytes:
-        """Chunks for the parser events of `delta`, and a chunk for the end of the choice."""
         payloads = chat_deltas(self._job.events(delta), shows_reasoning=self._shows_reasoning)
         finish_reason = self._job.finish_reason(delta) if delta.is_last else None
         if delta.is_last:
@@ -204,7 +201,7 @@ class CompletionChunks(_Chunks):
             choice["token_ids"] = delta.token_ids
             if is_first:
                 choice["prompt_token_ids"] = self._job.prompts[prompt_index].token_ids
-        # An echoed prompt may be long; server/serving/job.py then calls `feed` on a thread.
+        # An echoed prompt may be long.
         line = long_json_line if is_first else json_line
         return self._envelope.chunk(line(choice), self._extra())
 

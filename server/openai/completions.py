@@ -155,15 +155,12 @@ async def _prompts(state: AppState, body: CompletionBody, params: SamplingParams
 
 
 async def _echoed_texts(job: ServingRequest) -> list[str]:
-    """Call `_prompt_texts`, on a thread for many tokens."""
     if job.generation.num_prompt_tokens <= INLINE_IDS:
         return _prompt_texts(job)
     return await asyncio.to_thread(_prompt_texts, job)
 
 
 def _prompt_texts(job: ServingRequest) -> list[str]:
-    """Prompts for echo: the text of `Prompt.text`, or else the decoded token ids including special
-    tokens; empty without a tokenizer."""
     tokenizer = job.state.tokenizer
     return [
         prompt.text

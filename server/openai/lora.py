@@ -83,9 +83,13 @@ def lora_routes(state: AppState) -> APIRouter:
         allowed_folder(state.config)
         body = await parse(UnloadAdapterBody, await state.bodies.read_object(request))
         name = body.lora_name
-        if name not in state.client.adapters:
+        if len(name) > MAX_NAME_CHARACTERS:
             raise _no_such_adapter(state, name)
-        left = await state.client.control(UNLOAD_ADAPTER, lora_name=name)
+        try:
+            # An adapter that only some engines serve is not in `adapters`, and is unloaded too.
+            left = await state.client.control(UNLOAD_ADAPTER, lora_name=name)
+        except UserError:
+            raise _no_such_adapter(state, name) from None
         return json_response(
             {
                 "message": f"Success: LoRA adapter '{name}' removed successfully.",
@@ -145,7 +149,7 @@ def _adapter(lora_dir: str, body: LoadAdapterBody) -> NamedAdapter:
     except (OSError, ValueError, RuntimeError):
         folder = None
     is_below = folder is not None and folder.is_relative_to(root)
-    # Errors name the path as it was sent, so an empty path is rejected.
+    # Later errors name the path as it was sent, so an empty path is rejected.
     if (
         not body.lora_path
         or folder is None

@@ -117,7 +117,6 @@ async def _rendered(
 
 
 def _check_size(num_bytes: int, num_prompts: int) -> None:
-    """Raise UserError if the sampling parameters, repeated for each prompt, are too large."""
     if num_prompts > 1 and num_bytes * num_prompts > MAX_REPEATED_BYTES:
         raise UserError(
             f"the sampling parameters have {num_bytes} bytes and are repeated for {num_prompts} "

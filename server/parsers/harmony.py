@@ -57,8 +57,8 @@ class HarmonyReasoning(ReasoningFormat):
     def parser(
         self, *, is_inside: bool, keeps_whitespace: bool = False, calls: CallFinder = NO_CALLS
     ) -> ReasoningParser:
-        """A parser for an answer; whitespace in messages is always kept. Calls are separate
-        messages, so they never end the reasoning."""
+        """A parser for an answer. `keeps_whitespace` and `calls` have no effect: whitespace in
+        messages is always kept, and calls are separate messages."""
         return HarmonyReasoningParser(self, is_inside=is_inside)
 
 

@@ -30,7 +30,8 @@ def reasoning_parser_of(template: str) -> str | None:
 
 
 def words_of(form: ToolCallReader | ReasoningFormat) -> frozenset[str]:
-    """All texts that a parser searches for; some of them may be special tokens."""
+    """Non-empty strings in the fields of `form` and of the readers in it, which a parser with
+    `form` may search for. Some of them may be special tokens."""
     values = [getattr(form, field.name) for field in fields(form)]
     inner = [words_of(value) for value in values if isinstance(value, ToolCallReader)]
     words = [word for value in values for word in (value if isinstance(value, tuple) else (value,))]

@@ -175,7 +175,7 @@ class InputProcessor:
     async def prompts(
         self, prompts: Texts | TokenLists, options: InputOptions
     ) -> list[PoolingInput]:
-        """Create inputs from texts or from token ids."""
+        """Create inputs from texts or from token ids. Raises UserError and Overloaded."""
         texts = [item for item in prompts if isinstance(item, str)]
         if texts:
             return await self.texts(texts, options)
@@ -185,7 +185,8 @@ class InputProcessor:
 
     async def rendered(self, text: str, options: InputOptions) -> list[PoolingInput]:
         """Create a list with the input from text that a chat template rendered. Control tokens in
-        the caller's text may be marked (see server/text/control_tokens.py)."""
+        the caller's text may be marked (see server/text/control_tokens.py). Raises UserError and
+        Overloaded."""
         assert self._tokenizer is not None, "a template has rendered"
         most = self.limit(options.truncate)
         try:
@@ -205,7 +206,7 @@ class InputProcessor:
     async def token_lists(
         self, lists: Sequence[list[int]], options: InputOptions
     ) -> list[PoolingInput]:
-        """Create inputs from token ids."""
+        """Create inputs from token ids. Raises UserError."""
         if sum(map(len, lists)) > MANY_IDS:
             return await asyncio.to_thread(self._token_lists, lists, options)
         return self._token_lists(lists, options)

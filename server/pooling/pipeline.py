@@ -22,7 +22,7 @@ from server.generation.pipeline import check_finish
 from server.http.json_encoder import PIECE_WEIGHT, LongJson
 
 Vectors = npt.NDArray[np.float32]
-"""float32 (rows, width): a row per input, or a row per token."""
+"""float32 (rows, width), the result of an input: a single row, or a row per token."""
 Encoded = msgspec.Raw | LongJson | str | list[int]
 """JSON numbers, base64 or packed bits."""
 BINARY_TYPES = ("binary", "ubinary")
@@ -207,7 +207,6 @@ def _base64_pieces(vectors: Vectors) -> Iterator[bytes]:
 
 
 def _number_pieces(vectors: Vectors) -> Iterator[bytes]:
-    """JSON in pieces of at most PIECE_WEIGHT values."""
     yield b"["
     if vectors.ndim == 2 and vectors.shape[1] > PIECE_WEIGHT:
         for index, row in enumerate(vectors):

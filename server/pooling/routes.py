@@ -1,5 +1,5 @@
-"""POST /v1/embeddings, /v2/embed, /pooling, /classify, /score and /rerank, for texts, token ids,
-conversations and pairs of texts."""
+"""Routes of pooling models: embeddings, pooling, classification, scores and reranking, for texts,
+token ids, conversations and pairs of texts."""
 
 import asyncio
 import dataclasses
@@ -62,7 +62,7 @@ Entries = list[dict[str, Any]]
 
 
 class PoolingJob(RunningRequest[PoolingStream]):
-    """A pooling request that has passed all checks and runs in the engine."""
+    """A pooling request that was sent to the engine."""
 
     def usage(self) -> dict[str, int]:
         """The usage object: tokens of all inputs."""
@@ -207,7 +207,6 @@ def pooling_routes(state: AppState) -> APIRouter:
 
 
 def _processor(state: AppState) -> InputProcessor:
-    """The input processor. Raises like `check_awake`, and UserError for a generative model."""
     state.check_awake()
     processor = make_input_processor(state.client.ready, state.tokenizer)
     if processor is None:
@@ -218,7 +217,6 @@ def _processor(state: AppState) -> InputProcessor:
 async def _parse(
     state: AppState, request: Request, kind: type[B], chat: type[Chat] | None = None
 ) -> B | Chat:
-    """Parse the body, as `chat` if it has messages, and check its model and fields."""
     _processor(state)
     received = await state.bodies.read_object(request)
     body: B | Chat
@@ -241,7 +239,6 @@ async def _inputs(
     *,
     task_field: str = "model",
 ) -> list[PoolingInput]:
-    """The inputs of a body. `task_field`: field that determines the task, for errors."""
     processor = _processor(state)
     processor.check(params, task_field)
     options = InputOptions(
@@ -280,7 +277,6 @@ async def _inputs(
 async def _cohere_inputs(
     state: AppState, request: Request, body: CohereEmbedBody
 ) -> list[PoolingInput]:
-    """The inputs of a body in Cohere's format."""
     processor = _processor(state)
     facts = processor.facts
     params = PoolingParams(task=EMBED, dimensions=body.output_dimension)
@@ -405,7 +401,6 @@ def _vector_entries(
     *,
     all_rows: bool = False,
 ) -> Entries:
-    """Entries with object type `kind`, and the vectors in `field`."""
     return [
         {
             "index": index,

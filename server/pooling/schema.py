@@ -60,7 +60,7 @@ class EngineBody(Body):
     cache_salt: str | None = None
 
     def check(self) -> None:
-        """Check fields against each other. Raises UserError."""
+        """Check what the field types do not check. Raises UserError."""
         check_salt(self.cache_salt)
         check_request_id(self.request_id)
 

@@ -29,7 +29,8 @@ class TextPairs:
     """Tokenization options. Only the field `normalize` of `params` is used."""
 
     def __post_init__(self) -> None:
-        """Raises UserError unless there is 1 first text or as many as second texts."""
+        """Raises UserError unless there is at least 1 second text, and 1 first text or as many as
+        second texts."""
         first, second = self.names
         if not self.seconds or len(self.firsts) not in (1, len(self.seconds)):
             raise UserError(

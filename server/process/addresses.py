@@ -44,8 +44,8 @@ def base_urls(
 
 
 def endpoints_text(urls: list[str], *, has_page: bool, has_docs: bool) -> str:
-    """Log text for `urls`: `API http://localhost:8000/v1, page http://localhost:8000/`, then the
-    URLs for other machines. For a Unix socket, a command that sends a request to it."""
+    """Log text for `urls`, such as `API http://localhost:8000/v1, page http://localhost:8000/`,
+    then the URLs for other machines. For a Unix socket, a command that sends a request to it."""
     first, *others = urls
     if first.startswith("unix:"):
         path, _, prefix = first.removeprefix("unix:").rpartition(":")

@@ -73,6 +73,9 @@ WRONG_SETTING = 2
 ENGINE_GONE = 4
 """Exit code of an API server whose last engine has died or has written a profile, if there are
 several API servers."""
+UNREADABLE = 5
+"""Exit code of an API server that cannot be started again, although its settings were right at the
+first start: the checkpoint's files have changed."""
 INTERRUPTED = 130
 
 TICK_S = 0.1
@@ -80,8 +83,8 @@ MAX_THREADS = 8
 """Threads for request work that would block the event loop, shared fairly: each client uses at most
 one thread at a time."""
 GC_OBJECTS = 10_000
-"""Allocations between garbage collections. Python's default of 700 costs a few per cent of a
-request's time."""
+"""Threshold of the youngest generation in Python's garbage collector. A value in the hundreds costs
+a few per cent of a request's time."""
 RESPONSE_GRACE_S = 2.0
 """Time for error responses to reach the clients after the engine has died or draining has ended."""
 INTERRUPT_GRACE_S = 0.1
@@ -510,8 +513,6 @@ class ApiServer:
     async def _open(
         self, on_folder: Callable[[str], None], server: UvicornServer, listener: socket.socket
     ) -> None:
-        """Load the tokenizer while the engine loads the model; then open the server for
-        requests."""
         config, folder = self.state.config, await self._checkpoint
         on_folder(folder)
         probes = self._start_probes(listener, folder)
@@ -659,8 +660,8 @@ class ApiServer:
                     os.kill(engine.pid, signal.SIGKILL)
 
     def _log_lost_engines(self) -> None:
-        """Log each dead engine while other engines still run. With several API servers, the
-        supervisor logs local engines."""
+        """Log dead engines while other engines still run. Only the first API server logs; if there
+        are several, the supervisor logs the local engines instead."""
         parallel, has_supervisor = self._args.engine.data_parallel, bool(self._args.peer_sockets)
         engines = self._client.engines
         for engine in engines:
@@ -756,7 +757,7 @@ def load_tokenizer(
 ) -> tuple[Tokenizer | None, ChatTemplate | None, ImageLoader | None]:
     """Load the tokenizer, chat template and image loader of a checkpoint. With skip_tokenizer_init
     all three are None; the image loader is also None for models without vision, and if
-    `make_image_inputs` returns None."""
+    `make_image_inputs` returns None. Raises ConfigError."""
     if config.skip_tokenizer_init:
         return None, None, None
     tokenizer = Tokenizer.load(
@@ -787,7 +788,6 @@ def load_tokenizer(
 
 
 def _raw(response: Response) -> bytes:
-    """The bytes of an HTTP/1.1 response."""
     fields = b"".join(b"\r\n%s: %s" % field for field in response.raw_headers)
     line = f"HTTP/1.1 {response.status_code} {HTTPStatus(response.status_code).phrase}"
     return line.encode() + fields + b"\r\n\r\n" + bytes(response.body)

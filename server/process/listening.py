@@ -1,5 +1,4 @@
-"""The listening socket of a server: an address and port, or a path. The message to systemd that the
-server is ready."""
+"""Listening sockets on an address and port or on a path, and the ready notification for systemd."""
 
 import contextlib
 import errno

@@ -1,5 +1,4 @@
-"""Downloads and converts the checkpoint on a thread, while the API servers already listen and
-report its progress."""
+"""Downloads and converts the checkpoint on a thread, and reports the progress."""
 
 import logging
 import os

@@ -24,7 +24,8 @@ from engine.process.child_process import (
 )
 
 LARGE_BYTES = 2 * 2**20
-"""Total size of tokenizer files from which on this process is started: about 0.1 s of parsing."""
+"""Minimum total size of the tokenizer files for which this process is started: about 0.1 s of
+parsing."""
 MAX_CONNECTIONS = 256
 """Maximum number of open connections; further connections are closed."""
 READ_S = 2.0

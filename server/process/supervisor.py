@@ -49,6 +49,7 @@ from server.process.api_server import (
     INTERRUPTED,
     RESPONSE_GRACE_S,
     SECOND_INTERRUPT,
+    UNREADABLE,
     WRONG_SETTING,
     ApiServer,
     ApiServerArgs,
@@ -138,7 +139,7 @@ def main() -> None:
         code = ENGINE_GONE
     except ConfigError as error:
         logger.error("%s", error)
-        sys.exit(WRONG_SETTING)
+        sys.exit(UNREADABLE if args.restart else WRONG_SETTING)
     bound_exit(code)
     sys.exit(code)
 
@@ -363,7 +364,6 @@ class Supervisor:
         )
 
     def _engine_ended(self, engine: int, reason: str) -> None:
-        """Notify the API servers, which have requests in the engine, and the main loop."""
         end = EngineEnd(engine, reason[:MAX_REASON_CHARACTERS])
         with self._telling:
             self._ends.append(end)
@@ -371,7 +371,6 @@ class Supervisor:
         self._events.put(EngineExit(engine, reason))
 
     def _engine_died(self, engine: int, end: ProcessEnd) -> None:
-        """Notify the API servers of a crash after which the engine is restarted."""
         with self._telling:
             self._tell(EngineRestart(engine, end))
 
@@ -469,7 +468,9 @@ class Supervisor:
         if code in (WRONG_SETTING, ENGINE_GONE):
             return False
         limit = self._limits[end.number]
-        wait_s = limit.wait_s()
+        # The other API servers have read the checkpoint, and serve on.
+        is_unreadable = code == UNREADABLE and self._has_others(end.number)
+        wait_s = limit.wait_s(is_limited=not is_unreadable)
         if wait_s is None:
             return False
         self._due.add(end.number)
@@ -478,6 +479,13 @@ class Supervisor:
         timer.daemon = True
         timer.start()
         return True
+
+    def _has_others(self, number: int) -> bool:
+        """Whether API servers besides `number` run."""
+        return any(
+            index != number and index not in self._due and child.poll() is None
+            for index, child in self._children.items()
+        )
 
     def _can_go_on(self, end: EngineExit) -> bool:
         """Whether an engine still runs; if so, logs the exit of this engine. False for coupled

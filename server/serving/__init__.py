@@ -1,2 +1,2 @@
-"""Code shared by the routes of all APIs: the server's state, and requests from admission to
+"""Code that the routes of all APIs share: the server's state, and requests from admission to
 response."""

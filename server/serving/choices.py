@@ -70,7 +70,7 @@ class TextLogprobs:
         self._start_at(0)
 
     def _start_at(self, offset: int) -> None:
-        """Set the character offset of the next token, which starts on a character boundary."""
+        """Set the character offset of the next token and reset the UTF-8 decoder."""
         self._offset = offset
         self._text = ""
         """The echoed prompt during `write_prompt`, otherwise empty. It has the control tokens that
@@ -93,8 +93,7 @@ class TextLogprobs:
         text: str,
     ) -> Choice:
         """The logprobs object of the prompt's tokens, with the `width` most likely tokens at each
-        position; the first token has null log-probabilities. `text`: the echoed prompt, before the
-        generated text."""
+        position. The first token has null log-probabilities. `text`: the echoed prompt."""
         self._text = text
         first = TokenLogprob(first_id, first_bytes.decode("utf-8", "replace"), first_bytes, 0.0, 0)
         result = _empty()
@@ -191,15 +190,14 @@ class ChoiceOutput(Output):
 
     @property
     def mean_logprob(self) -> float:
-        """Mean log-probability of the tokens; minus infinity without tokens. Log-probabilities must
-        have been requested."""
+        """Mean log-probability of the tokens; minus infinity without log-probabilities."""
         if not self.logprobs:
             return -math.inf
         return sum(position.chosen.logprob for position in self.logprobs) / len(self.logprobs)
 
 
 def most_likely(choices: list[ChoiceOutput], num_drawn: int, num_kept: int) -> list[ChoiceOutput]:
-    """The `num_kept` choices with the highest mean log-probability among every `num_drawn`
+    """The `num_kept` choices with the highest mean log-probability of each group of `num_drawn`
     consecutive choices, highest first."""
     best = []
     for start in range(0, len(choices), num_drawn):

@@ -1,5 +1,4 @@
-"""Requests in the engine: admission, submission, and the streamed or complete response, for all
-generation and pooling APIs."""
+"""Admission and submission of engine requests, and their streamed or complete responses."""
 
 import asyncio
 import os
@@ -89,7 +88,7 @@ class PreparedRequest:
 
 @dataclass(slots=True, kw_only=True)
 class RunningRequest(Generic[StreamT]):
-    """A request that has passed all checks and runs in the engine."""
+    """A request that has passed all checks and was sent to the engine."""
 
     state: AppState
     id: str
@@ -98,7 +97,8 @@ class RunningRequest(Generic[StreamT]):
     created: int = field(default_factory=lambda: int(time.time()))
 
     def close(self) -> None:
-        """Abort unfinished sequences, and record the request. May be called more than once."""
+        """Abort unfinished sequences and write the access-log record. May be called more than
+        once."""
         self.state.active_requests.discard(self.tracker)
         self.tracker.close()
 
@@ -177,7 +177,7 @@ class ServingRequest(RunningRequest[GenerationStream]):
         }
 
     def num_unread_bytes(self) -> int:
-        """Memory of the output that has not been read from the engine's queues."""
+        """Estimated memory of the output that has not been read yet."""
         return self.generation.num_unread_bytes
 
     @property
@@ -201,8 +201,7 @@ class ServingRequest(RunningRequest[GenerationStream]):
 
     @property
     def num_echo_values(self) -> int:
-        """Estimated number of JSON values in the echo and in the log-probabilities of the
-        prompts."""
+        """Estimated number of JSON values in the echoed text and the prompt log-probabilities."""
         num_text_values = self.num_echo_characters // CHARACTERS_PER_WEIGHT
         return self.num_prompt_logprobs + num_text_values
 
@@ -280,7 +279,6 @@ def num_prompt_logprobs(body: GenerationBody, params: SamplingParams, prompts: l
 def _check_prompt_logprobs(
     body: GenerationBody, params: SamplingParams, prompts: list[Prompt]
 ) -> None:
-    """Raise UserError for more than MAX_PROMPT_LOGPROBS prompt log-probabilities."""
     count = num_prompt_logprobs(body, params, prompts)
     if count <= MAX_PROMPT_LOGPROBS:
         return
@@ -302,7 +300,8 @@ def _check_prompt_logprobs(
 
 
 def check_admission(state: AppState, body: GenerationBody, num_sequences: int, param: str) -> None:
-    """Raise UserError for a request that can never be admitted."""
+    """Raise UserError for a priority without priority scheduling, and for more sequences than may
+    wait."""
     _check_priority(state, body.priority)
     max_sequences = state.config.max_queued_requests
     if num_sequences > max_sequences:
@@ -325,8 +324,8 @@ def check_queued_tokens(state: AppState, num_tokens: int, param: str) -> None:
 
 def _admit_beams(state: AppState, num_beams: int, param: str) -> None:
     """Raise UserError for a beam search with too many beams, and Overloaded for too many beams in
-    total. The steps of a search after its first step are exempt from the limits on waiting
-    requests, and must leave half of the queue to other requests."""
+    total. Only the first step of a search is subject to the limits on waiting requests, so beam
+    searches must leave half of the queue to other requests."""
     max_beams = max(1, state.config.max_queued_requests // 2)
     if num_beams > max_beams:
         raise UserError(
@@ -376,7 +375,8 @@ async def check_grammar(
 ) -> None:
     """Compile the grammar of `field` in the engine, so that errors are reported before the response
     starts. `place`: path of the grammar in the body, for errors. Raises UserError, ClientGone,
-    Overloaded (also after GRAMMAR_TIMEOUT_S), and the other errors of EngineClient.control."""
+    Overloaded (also after GRAMMAR_TIMEOUT_S), and the other errors of
+    SingleEngineClient.control."""
     record = record_of(request.scope)
     call = state.client.control(
         COMPILE_GRAMMAR,
@@ -410,10 +410,12 @@ async def start_tracked(
     num_first_tokens: int,
     params: SamplingParams | None = None,
 ) -> RequestTracker[StreamT]:
-    """Send a request to the engine with `start`, and track it. Raises UserError for invalid
-    `options`, NotFound for an adapter that was unloaded, the errors of `start`, and Overloaded if
-    the expected time to first token of its first prompt, of `num_first_tokens` tokens, exceeds
-    --max-ttft."""
+    """Send a request to the engine with `start`, and track it.
+
+    Raises UserError for an invalid priority or timeout, NotFound for an adapter that was unloaded,
+    and the errors of `start`. Raises Overloaded if the expected time to first token of a prompt of
+    `num_first_tokens` tokens exceeds --max-ttft.
+    """
     _check_priority(state, options.priority)
     record = record_of(request.scope)
     timeout = timeout_of(request, record, options.timeout)
@@ -465,8 +467,9 @@ async def start_job(
     *,
     id_prefix: str,
 ) -> ServingRequest:
-    """Send the request to the engine, if it can be admitted. After an exception, nothing of the
-    request is left in the engine."""
+    """Send the request to the engine, if it can be admitted. Raises UserError, Overloaded, and the
+    other errors of `start_tracked`; after an exception, nothing of the request is left in the
+    engine."""
     params, prompts, param = prepared.params, prepared.prompts, prepared.prompt_field
     num_sequences = len(prompts) * params.n
     check_admission(state, body, num_sequences, param)
@@ -522,7 +525,7 @@ def stream_response(job: ServingRequest, writer: ChunkWriter) -> Response:
 
 
 async def sse_frames(job: ServingRequest, writer: ChunkWriter) -> AsyncIterator[bytes]:
-    """SSE frames for all of the job's deltas; an error becomes a frame."""
+    """SSE frames for all of the job's deltas. An error becomes a frame."""
     batcher = DeltaBatcher(job.state.config.stream_interval)
     try:
         is_long = job.num_echo_values > INLINE_VALUES
@@ -548,13 +551,13 @@ async def sse_frames(job: ServingRequest, writer: ChunkWriter) -> AsyncIterator[
 
 
 async def collect_choices(job: ServingRequest, request: Request) -> list[ChoiceOutput]:
-    """All choices of the complete response. Raises ClientGone if the client disconnects."""
+    """All choices of the complete response. Raises the errors of `run_to_end`."""
     return await run_to_end(job, request, _collect_choices(job))
 
 
 async def run_to_end(job: RunningRequest[Any], request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Result of `work`, which reads all of the job's output; closes the job. Raises ClientGone if
-    the client disconnects, and EngineFailed if the engine dies."""
+    """Result of `work`, which reads all of the job's output. Closes the job. Raises ClientGone if
+    the client disconnects, EngineFailed if the engine dies, and the other errors of `work`."""
     try:
         with CancelOnDisconnect(request.receive):
             return await work

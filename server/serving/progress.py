@@ -17,7 +17,7 @@ def describe(progress: Progress) -> str:
 
 def bar(progress: Progress) -> str:
     """Progress as a progress bar: `[######------------------] warming up, 12 of 48, about 3
-    min left`."""
+    min left`. Without a total, only the text."""
     if not progress.total:
         return describe(progress)
     filled = WIDTH * min(progress.done, progress.total) // progress.total

@@ -1,4 +1,4 @@
-"""Encodes texts as prompts: checked against limits before tokenization, and truncated."""
+"""Tokenization of prompts, with length limits and truncation."""
 
 from config.errors import PromptTooLong, UserError
 from server.generation.outputs import Prompt
@@ -25,9 +25,12 @@ async def encode_prompt(
     param: str,
 ) -> Prompt:
     """Encode `text`, truncated to its last `keep` tokens, or to its first `keep` tokens without
-    `keep_end`; -1 keeps as many tokens as fit into the context with `limit` output tokens. Raises
-    PromptTooLong if more tokens than the context remain, before tokenizing if the length in
-    characters is enough to tell. Also raises UserError and Overloaded."""
+    `keep_end`. -1 keeps as many tokens as fit into the context with `limit` output tokens; None
+    keeps all tokens.
+
+    Raises PromptTooLong if more tokens than the context remain. The error comes before tokenization
+    if the length in characters is enough to tell. Also raises UserError and Overloaded.
+    """
     max_model_len = state.max_model_len
     try:
         ids = await _encode(state, text, special, keep, keep_end, limit, max_model_len, param)
@@ -55,8 +58,8 @@ async def encode_for_counting(
     limit: int | None = None,
     param: str,
 ) -> list[int]:
-    """Token ids of a text that is tokenized only for counting: like `encode_prompt`, but up to
-    `max_counted_tokens`. Raises UserError and Overloaded."""
+    """Token ids of a text that is tokenized only for counting, truncated like in `encode_prompt`.
+    Raises UserError for more than `max_counted_tokens`, and Overloaded."""
     max_tokens = max_counted_tokens(state)
     try:
         ids = await _encode(state, text, special, keep, keep_end, limit, max_tokens, param)
@@ -81,9 +84,9 @@ async def _encode(
     max_tokens: int,
     param: str,
 ) -> list[int]:
-    """Token ids of `text`, at most `max_tokens`. If truncation keeps no more than `max_tokens`
-    tokens, returns instead the ids of a part of `text` that contains the kept tokens, which may
-    be more than `max_tokens`. Raises TooManyTokens, UserError and Overloaded."""
+    """Token ids of `text`, or of a part of `text` that contains the tokens that truncation keeps.
+    Such a part may have more than `max_tokens` tokens. Raises TooManyTokens if all tokens are
+    needed and there are more than `max_tokens`, UserError and Overloaded."""
     tokenizer = state.text_tokenizer(param)
     num_kept = num_kept_tokens(keep, state.max_model_len, limit)
     try:

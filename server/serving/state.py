@@ -40,7 +40,7 @@ MAX_RESTARTS = 5
 
 
 class PastRestart(NamedTuple):
-    """A restart of an engine."""
+    """A finished restart of an engine."""
 
     engine: int
     ended: float
@@ -51,7 +51,8 @@ class PastRestart(NamedTuple):
 
 @dataclass(slots=True)
 class AppState:
-    """State of an API server. Tokenizer, template and pipeline are None until `open`."""
+    """State of an API server. `open` sets the fields that depend on the model, such as the
+    tokenizer, the template and the pipeline."""
 
     config: ServerConfig
     client: EngineClient
@@ -228,7 +229,7 @@ class AppState:
         return info.content
 
     def text_tokenizer(self, param: str) -> Tokenizer:
-        """The tokenizer. Raises UserError if the server was started without a tokenizer."""
+        """The tokenizer. Raises UserError if the server has no tokenizer."""
         if self.tokenizer is None:
             raise UserError(
                 "this server has no tokenizer: send token ids to a route that accepts them",
@@ -237,7 +238,7 @@ class AppState:
         return self.tokenizer
 
     def chat_template(self) -> ChatTemplate:
-        """The chat template. Raises UserError if the server was started without a tokenizer."""
+        """The chat template. Raises UserError if the server has no chat template."""
         if self.template is None:
             raise UserError("this server has no tokenizer and no chat template", param="messages")
         return self.template

@@ -162,8 +162,6 @@ class RequestTracker(Generic[StreamT]):
         record.finish_reasons = ",".join(self._finish_reasons)
 
     def _observe_request(self) -> None:
-        """Observe times and sizes of a request that the engine has processed. Call it once per
-        request."""
         metrics, stream = self._metrics, self.stream
         metrics.prompt_processed(stream.num_prompt_tokens, stream.num_cached_tokens)
         metrics.e2e_latency.observe(self._record.seconds)

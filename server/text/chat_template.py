@@ -1,8 +1,8 @@
 """Chat templates: selects the template for a chat, and the thread or process that renders it.
 
 The model's own template runs on threads with a time limit. Short chats are rendered on the event
-loop if the last short rendering was fast; a watchdog thread stops slow renderings. Templates in
-requests run in a disposable process with limits.
+loop if the last short rendering was fast; a watchdog thread stops slow renderings. An API server
+renders templates in requests in a disposable process with limits.
 """
 
 import asyncio
@@ -75,7 +75,7 @@ def read_template(given: str) -> str:
 
 
 class ChatTemplate:
-    """Renders chats within `time_limit_s`."""
+    """Renders chats with a time limit."""
 
     def __init__(
         self,
@@ -88,8 +88,9 @@ class ChatTemplate:
         isolation: ForkServer | None = None,
         generic_tools: bool = True,
     ) -> None:
-        """`source`: a template, templates by name (default, tool_use), or None. `renderer`: None: a
-        Renderer with its default limits. `isolation`: renders request templates (see
+        """`source`: a template, templates by name (default, tool_use), or None. `time_limit_s`:
+        limit of a rendering without `isolation`. `renderer`: None: a Renderer with its default
+        limits. `isolation`: renders request templates with its own limits (see
         server/text/isolated_template.py); without it they run like the model's templates.
         `generic_tools`: render tools as text if a template does not support them (see
         server/text/tool_template.py)."""
@@ -123,7 +124,7 @@ class ChatTemplate:
 
     def uses_generic_tools(self) -> bool:
         """Whether tools are rendered as text because the model's template does not support them.
-        The first call renders the template, within its time limit."""
+        The first call may render the template, within its time limit."""
         if self._uses_generic_tools is None:
             self._uses_generic_tools = self._generic_tools and not self._shows_tools()
         return self._uses_generic_tools
@@ -287,7 +288,6 @@ class ChatTemplate:
 
 
 def _check_roles(messages: list[Message], source: str) -> None:
-    """Raise UserError for a role that is neither in ROLES nor mentioned in the template."""
     for index, message in enumerate(messages):
         role = message.get("role")
         if role in ROLES or f"'{role}'" in source or f'"{role}"' in source:
@@ -311,8 +311,6 @@ def may_run_inline(compiled: CompiledTemplate) -> bool:
 
 
 def _is_short(messages: list[Message]) -> bool:
-    """Whether there are at most MAX_INLINE_MESSAGES messages, with only role and text, and at most
-    SHORT_CHARACTERS in total."""
     if len(messages) > MAX_INLINE_MESSAGES:
         return False
     texts = [message.get("content") for message in messages if len(message) == 2]
@@ -333,7 +331,6 @@ class _Job(Generic[T]):
         self._was_stopped = False
 
     def run(self) -> T:
-        """Run the call and return its result. Raises TooSlow if it is stopped."""
         with self._lock:
             self._thread = threading.get_ident()
             self._clock = time.pthread_getcpuclockid(self._thread)
@@ -384,7 +381,6 @@ class _InlineWatchdog:
         self._is_closed = False
 
     def run(self, call: Callable[[], str]) -> str:
-        """Run `call` and return its result. Raises TooSlow."""
         self._num_calls += 1
         if not self._is_watched:
             self._start()

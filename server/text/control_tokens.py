@@ -144,7 +144,6 @@ class ControlTokenEncoder:
         return [self._ids.get(token_id, token_id) for token_id in ids]
 
     def _renamed(self, text: str) -> str:
-        """`text` with control tokens replaced by their random names."""
         parts: list[str] = []
         start = 0
         while found := _search(self._competing, text, start, self._longest):
@@ -181,7 +180,6 @@ def _search(
 
 
 def _renamed(encoder: BoundedEncoder, names: Mapping[str, str]) -> BoundedEncoder:
-    """A copy of `encoder` with added tokens renamed according to `names`."""
     described = json.loads(encoder.to_str())
     for token in described["added_tokens"]:
         token["content"] = names.get(token["content"], token["content"])

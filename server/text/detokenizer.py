@@ -13,9 +13,9 @@ CONTEXT_TOKENS = 2 * MAX_CHARACTER_BYTES
 
 class Detokenizer(Protocol):
     """Detokenizer of a sequence. The concatenated texts equal the decoding of `prompt + output`,
-    without the part that the prompt alone determines. U+FFFD appears only for invalid UTF-8 and for
-    a character that the output leaves incomplete. A character that starts in the prompt belongs to
-    the output only if the output completes it."""
+    without the part that the prompt alone determines. An incomplete character becomes U+FFFD only
+    at the end of the output. A character that starts in the prompt belongs to the output only if
+    the output completes it."""
 
     def push(self, ids: list[int]) -> str:
         """Append `ids`; returns the text that has become final."""
@@ -89,9 +89,9 @@ class ByteDetokenizer:
 
 
 class WindowDetokenizer:
-    """Detokenizer for decoders in which a token's text depends on neighbouring tokens (WordPiece,
-    Metaspace, ...). Decodes a short window twice, with and without the new tokens; the additional
-    text is new. The window advances when its text ends with a complete character."""
+    """Detokenizer for decoders in which a token's text depends on neighbouring tokens, such as
+    WordPiece and Metaspace. Decodes a short window twice, with and without the new tokens; the
+    additional text is new. The window advances when its text ends with a complete character."""
 
     def __init__(
         self,

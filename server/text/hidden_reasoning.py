@@ -12,8 +12,7 @@ def hide_reasoning(reasoning: str) -> str:
 
 
 def hidden_reasoning(given: object) -> str:
-    """Decode the reasoning in a text from `hide_reasoning`; empty for the text of another
-    server."""
+    """Decode the reasoning in a text from `hide_reasoning`; empty for any other value."""
     if not isinstance(given, str) or not given.startswith(_PREFIX):
         return ""
     try:

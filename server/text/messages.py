@@ -11,7 +11,7 @@ from config.errors import UserError
 Message = dict[str, Any]
 
 IMAGE_PART = {"type": "image"}
-"""An image part as templates expect it; server/multimodal/parts.py has removed its source."""
+"""An image part as templates expect it, without its source."""
 VIDEO_PART = {"type": "video"}
 MEDIA_PARTS = (IMAGE_PART, VIDEO_PART)
 _REASONING = ("reasoning_content", "thinking", "reasoning")

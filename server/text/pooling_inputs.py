@@ -102,7 +102,6 @@ def _first(encoding: Encoding) -> int:
 
 
 def _cut(encoder: BoundedEncoder, texts: Sequence[Text], rule: TextInputOptions) -> list[Encoding]:
-    """Encodings of truncated texts, including special tokens."""
     sources: list[_Source] = []
     for text in texts:
         if isinstance(text, str):
@@ -131,7 +130,6 @@ class _Source:
 
     @property
     def first_part(self) -> str:
-        """The part of the text to tokenize first; see `read_part`."""
         if self.most is None:
             return self.text
         size = initial_characters(self.most)
@@ -144,7 +142,6 @@ class _Source:
 
 
 def _least(rule: TextInputOptions, most: int | None) -> int | None:
-    """The smallest limit on a text; None: unlimited."""
     limits = [limit for limit in (most, rule.most if rule.cuts else None) if limit is not None]
     return min(limits, default=None)
 
@@ -175,7 +172,6 @@ def _written(text: str, rule: TextInputOptions) -> str:
 def _truncated(
     encoder: BoundedEncoder, both: list[Encoding], rule: TextInputOptions
 ) -> list[Encoding]:
-    """A truncated text, or the two truncated texts of a pair."""
     limits = (rule.max_first_tokens, rule.max_second_tokens)
     both = [_shortened(part, most, rule) for part, most in zip(both, limits, strict=False)]
     if not rule.cuts:

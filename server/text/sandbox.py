@@ -77,7 +77,7 @@ class TooMuchText(TemplateError):
 
 class Sandbox(ImmutableSandboxedEnvironment):
     """Environment in which templates can only read their variables and write at most
-    `max_characters`."""
+    `max_characters`. A violation raises a TemplateError."""
 
     intercepted_binops = frozenset(["+", "-", "*", "**", "%", "//"])
 
@@ -113,7 +113,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         for name in ("sort", "unique", "groupby", "min", "max"):
             self.filters[name] = self._compared_items(self.filters[name])
         self.filters["dictsort"] = self._compared(self.filters["dictsort"])
-        # These tests divide, and a division of a text is a format.
+        # jinja's own tests use `%`, which formats if its left operand is a text.
         self.tests["odd"] = lambda value: bool(self._modulo(value, 2) == 1)
         self.tests["even"] = lambda value: bool(self._modulo(value, 2) == 0)
         self.tests["divisibleby"] = lambda value, num: bool(self._modulo(value, num) == 0)
@@ -322,8 +322,6 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return value
 
     def _compared(self, wrapped: Function) -> Function:
-        """Wrap a filter or test that compares or hashes its arguments, to check the arguments
-        first."""
 
         @wraps(wrapped)
         def compared(*args: object, **kwargs: object) -> object:
@@ -353,7 +351,6 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return compared
 
     def _written(self, wrapped: Function) -> Function:
-        """Wrap a filter that converts its first argument to text."""
         num_passed = 1 if hasattr(wrapped, "jinja_pass_arg") else 0
 
         @wraps(wrapped)
@@ -476,8 +473,6 @@ class _Generation(Extension):
 
 
 class _Formatter(SandboxedFormatter):
-    """Formatter of `str.format` that checks the length of each field."""
-
     _env: Sandbox
 
     def convert_field(self, value: object, conversion: Any) -> object:

@@ -55,7 +55,6 @@ def _folded(messages: list[Message]) -> list[Message]:
 
 
 def _end(folded: list[Message], waiting: list[Message]) -> None:
-    """Append `waiting` at the end: to a tool result, or as a user message."""
     if folded and folded[-1].get("role") == "tool":
         folded[-1] = {**folded[-1], "content": _merged([folded[-1], *waiting])}
     else:

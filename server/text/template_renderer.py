@@ -1,8 +1,5 @@
 """Renders Jinja chat templates with the same results as transformers, within the limits of the
-sandbox.
-
-server/text/chat_template.py chooses the thread or process.
-"""
+sandbox."""
 
 import re
 import threading
@@ -204,7 +201,7 @@ class CompiledTemplate:
         return messages
 
     def shows_tools(self) -> bool:
-        """Whether a prompt contains the tools."""
+        """Whether a prompt contains the tools; True if the probe fails."""
         if self._shows_tools is None:
             try:
                 text = self.template.render(

@@ -135,7 +135,8 @@ def _added_tokens(config: Json, num_tokens: int) -> list[Json]:
 
 
 def _post_processor(name: str, ids: dict[str, int]) -> Json | None:
-    """Post-processor that adds the prefix of the class before a text; None without a prefix."""
+    """Post-processor that adds the prefix of the class before a text; None without a prefix, or if
+    a token of the prefix does not exist."""
     prefix = PREFIXES.get(name, ())
     if not prefix or not ids.keys() >= set(prefix):
         return None

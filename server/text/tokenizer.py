@@ -91,7 +91,8 @@ class Tokenizer:
         added = self._encoder.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.vocab_size = self._encoder.get_vocab_size(with_added_tokens=True)
-        """Highest token id plus 1, if ids have no gaps."""
+        """Number of tokens, including added tokens: the highest token id plus 1 if ids have no
+        gaps."""
         decoder = self._encoder.decoder
         self.rule = token_bytes_rule(json.loads(decoder.__getstate__()) if decoder else None)
         rule = self.rule or TokenBytesRule(self._isolated_bytes)
@@ -131,7 +132,7 @@ class Tokenizer:
         special_tokens_as_text: bool = False,
     ) -> "Tokenizer":
         """Load the tokenizer of a checkpoint's folder. Raises ConfigError if the folder has no
-        tokenizer."""
+        readable tokenizer."""
         files = read_text_files(path, Path(cache_dir or cache_home()))
         return cls(files, threads, special_tokens_as_text=special_tokens_as_text)
 

@@ -26,7 +26,7 @@ from config.model.special_tokens import read_object, special_tokens, token_text
 from config.native import NativePanic, panics_as_errors
 from config.owned_directory import OwnedDirectory
 from config.progress import Report, unreported
-from config.whole_files import read_limited
+from config.whole_files import is_present, read_limited
 from config.whole_folders import is_whole, place_folder
 from server.text.tiktoken_files import write_tokenizer
 
@@ -92,11 +92,11 @@ def read_text_files(path: str, cache_dir: Path) -> TextFiles:
     return TextFiles(encoder, named, template, bounds, tokenizer_class)
 
 
-def _check_size(file: Path) -> None:
-    if (num_bytes := file.stat().st_size) > MAX_TOKENIZER_BYTES:
-        raise ConfigError(
-            f"{file} has {num_bytes} bytes, at most {MAX_TOKENIZER_BYTES} are allowed"
-        )
+def _content(file: Path) -> bytes:
+    try:
+        return read_limited(file, MAX_TOKENIZER_BYTES, takes_pipes=False)
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror}") from error
 
 
 def _reason(error: Exception) -> str:
@@ -119,7 +119,7 @@ def tokenizer_folder(path: str, cache_dir: Path, report: Report = unreported) ->
     folder = Path(path)
     if not folder.is_dir():
         raise ConfigError(f"{path!r} is not a folder with tokenizer files")
-    if (folder / "tokenizer.json").is_file():
+    if is_present(folder / "tokenizer.json"):
         return folder
     return _converted(folder, cache_dir, report)
 
@@ -173,11 +173,11 @@ def _chat_template(folder: Path, config: dict[str, Any]) -> str | dict[str, str]
     files = {
         file.stem: _text(file) for file in (folder / "additional_chat_templates").glob("*.jinja")
     }
-    if (main := folder / "chat_template.jinja").is_file():
+    if is_present(main := folder / "chat_template.jinja"):
         files["default"] = _text(main)
     # The order of transformers and vLLM: a processor's template contains image placeholders.
     has_processor = any(
-        (folder / name).is_file() for name in ("preprocessor_config.json", "processor_config.json")
+        is_present(folder / name) for name in ("preprocessor_config.json", "processor_config.json")
     )
     templates = {**own, **processor, **files} if has_processor else {**processor, **own, **files}
     is_replaced = has_processor and "default" in processor and "default" not in files
@@ -223,7 +223,7 @@ def _converted(folder: Path, cache_dir: Path, report: Report) -> Path:
     """The cache folder of a tokenizer.json that is converted once from older files. The folder is
     named by the hash of their contents; a damaged folder is made again."""
     names = ("tokenizer.model", "vocab.json", "vocab.txt", "merges.txt", "tokenizer_config.json")
-    files = [folder / name for name in names if (folder / name).is_file()]
+    files = [folder / name for name in names if is_present(folder / name)]
     if not any(file.name != "tokenizer_config.json" for file in files):
         raise ConfigError(
             f"{folder} has no tokenizer (tokenizer.json, tokenizer.model, vocab.json or "
@@ -232,8 +232,7 @@ def _converted(folder: Path, cache_dir: Path, report: Report) -> Path:
         )
     digest = hashlib.sha256()
     for file in files:
-        _check_size(file)
-        digest.update(file.name.encode() + b"\0" + file.read_bytes())
+        digest.update(file.name.encode() + b"\0" + _content(file))
     target = cache_path(str(cache_dir), "tokenizers") / digest.hexdigest()[:32]
     if target.is_dir():
         check_own(target)

@@ -94,7 +94,7 @@ def test_the_guide_has_a_remedy_for_each_alert() -> None:
 
 def test_the_runbook_of_an_alert_is_a_section_of_the_guide() -> None:
     for rule in RULES:
-        page, _, anchor = rule["annotations"]["runbook_url"].partition("#")
+        page, _, anchor = rule["annotations"]["runbook"].partition("#")
         titles = re.findall(
             r"^### `(\w+)`$", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE
         )

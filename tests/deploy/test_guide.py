@@ -15,6 +15,7 @@ from manifests import KUBERNETES, OVERLAYS, ROOT, Document, documents, pod_templ
 
 from config.loading.cards import NODES
 from config.loading.env import settings
+from config.loading.sources import load
 from config.server import ServerConfig
 
 GUIDE = "\n".join(
@@ -66,6 +67,7 @@ NAME_NO_FILE = (
     "wait",
     "patch",
     "port-forward",
+    "set",
 )
 
 
@@ -166,6 +168,25 @@ def test_the_overlay_of_the_guide_is_rendered(tmp_path: Path, in_a_claim: bool) 
     if in_a_claim:
         # Kubernetes refuses a subject without a namespace.
         assert found["RoleBinding"]["subjects"][0]["namespace"] == "models"
+
+
+@pytest.mark.deploy
+def test_the_variables_that_kubectl_lists_are_a_file_for_docker_without_secrets(
+    tmp_path: Path,
+) -> None:
+    found = rendered(str(KUBERNETES / "one-card"))
+    (deployment,) = (document for document in found if document["kind"] == "Deployment")
+    file = tmp_path / "deployment.json"
+    file.write_text(json.dumps(deployment))
+
+    words = ["kubectl", "set", "env", "--local", "-f", str(file), "--list"]
+    done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=60)
+
+    # docker reads NAME=value, and skips lines that begin with #.
+    lines = [line for line in done.stdout.splitlines() if not line.startswith("#")]
+    variables = dict(line.split("=", 1) for line in lines)
+    assert "GAUDISERVE_API_KEY" not in variables
+    assert load([], environ=variables).engine.model == "demo"
 
 
 @pytest.mark.deploy

@@ -20,7 +20,7 @@ from engine.executors.base import Executor
 from engine.executors.inproc import InprocExecutor
 from engine.executors.multiproc import MultiprocExecutor
 from engine.executors.worker_launcher import LocalLauncher
-from engine.process.child_process import read_orders
+from engine.process.child_process import exit_with_parent, read_orders
 from engine.process.engine_orders import EngineOrders, ready_file
 from engine.transport.segments import DIRECTORY
 from hpu.protocol import (
@@ -183,7 +183,9 @@ def engine_main() -> None:
 
 def worker_main() -> None:
     make_worker: Any = CountingWorker
-    sys.exit(child.run(read_orders(child.WorkerOrders), make_worker))
+    orders = read_orders(child.WorkerOrders)
+    exit_with_parent()
+    sys.exit(child.run(orders, make_worker))
 
 
 def sockets_in(directory: str) -> list[str]:

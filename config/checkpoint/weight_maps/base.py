@@ -143,7 +143,7 @@ class WeightSpec(NamedTuple):
         return (columns, rows) if self.transposed else (rows, columns)
 
     def plain(self) -> "WeightSpec":
-        """The spec of an unquantized, untransposed tensor."""
+        """This spec without quantization and transposition."""
         return self._replace(transposed=False, part=None, scheme=None, mxfp4="")
 
     @property
@@ -203,7 +203,7 @@ class WeightMap:
     """Prefix added to names that start with none of `known_prefixes`."""
     known_prefixes: tuple[str, ...] = ()
     renamed: tuple[tuple[str, str], ...] = ()
-    """(old, new) substrings of names in early checkpoints."""
+    """(old, new) substrings of names, for checkpoints with other names."""
     ignored_prefixes: tuple[str, ...] = ()
     """Name prefixes of tensors that a checkpoint may contain and that are not loaded."""
     ignored_suffixes: tuple[str, ...] = ()
@@ -216,8 +216,7 @@ class WeightMap:
     is_text_part: bool = False
     """Whether this map covers only the text model of a checkpoint with images or audio."""
     has_tower: bool = False
-    """Whether the vision tower is loaded too. The tower has a separate map; this field is set in
-    both maps."""
+    """Whether the vision tower is loaded too; a separate map has its tensors."""
 
     def entries(self) -> Iterator[WeightSpec]:
         """Every tensor that a checkpoint must contain."""

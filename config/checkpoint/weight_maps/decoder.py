@@ -96,7 +96,6 @@ def decoder_weight_map(
 
 
 def _named(weight: WeightSpec, spec: DecoderSpec) -> WeightSpec:
-    """`weight` under its checkpoint name."""
     module, dot, kind = weight.name.rpartition(".")
     return weight._replace(name=f"{spec.names.get(module, module)}{dot}{kind}")
 

@@ -40,9 +40,8 @@ def moe_weights(config: ModelConfig, spec: DecoderSpec, hidden: Axis) -> Iterato
 def other_expert_weights(
     config: ModelConfig, spec: DecoderSpec, hidden: Axis
 ) -> Iterator[tuple[WeightSpec, ...]]:
-    """Alternative groups of tensors for the routed experts of a layer, besides the family's layout.
-    transformers 5 stacks experts as (experts, out, in) in memory, and saves some families in this
-    layout; Qwen3.5 is published in it."""
+    """Alternative groups of tensors for the routed experts of a layer, besides the family's layout:
+    transformers 5 stacks experts as (experts, out, in), and saves some families in this layout."""
     moe, names = config.moe, spec.moe
     if moe is None or names is None or config.quantization is not None or names.expert_bias:
         return
@@ -74,7 +73,6 @@ def _router(names: MoESpec, experts: Axis, hidden: Axis) -> Iterator[WeightSpec]
 def _separate_experts(
     names: MoESpec, experts: Axis, hidden: Axis, inner: Axis
 ) -> Iterator[WeightSpec]:
-    """Three tensors for each routed expert."""
     for expert in range(experts.size):
         yield from _expert(expert, experts, names, hidden, inner)
 
@@ -82,7 +80,6 @@ def _separate_experts(
 def _expert(
     expert: int, experts: Axis, names: MoESpec, hidden: Axis, inner: Axis
 ) -> Iterator[WeightSpec]:
-    """Tensors of a single routed expert."""
     gate, up, down = names.projections
     path = f"{names.block}.experts"
     for output, name in enumerate((gate, up)):
@@ -100,7 +97,6 @@ def _expert(
 
 
 def _merged_experts(block: str, experts: Axis, hidden: Axis, inner: Axis) -> Iterator[WeightSpec]:
-    """Two tensors for all routed experts together."""
     merged = _merged(f"{block}.input_linear.weight", f"{block}.experts.w13_weight", inner, hidden)
     plain = matrix(f"{block}.output_linear.weight", hidden, inner, shard_dim=1)
     for spec in (merged, plain._replace(parameter=f"{block}.experts.w2_weight")):
@@ -108,7 +104,6 @@ def _merged_experts(block: str, experts: Axis, hidden: Axis, inner: Axis) -> Ite
 
 
 def _merged(name: str, parameter: str, inner: Axis, hidden: Axis) -> WeightSpec:
-    """Gate and up of an MLP in a single tensor."""
     rows = Axis(2 * inner.size, f"2 * {inner.fields}")
     return matrix(name, rows, hidden, shard_dim=0)._replace(
         parameter=parameter, output_sizes=(inner.size, inner.size), outputs=(0, 1)
@@ -160,7 +155,6 @@ def _stacked_experts(
 
 
 def _biases(names: MoESpec, experts: Axis, hidden: Axis, inner: Axis) -> Iterator[WeightSpec]:
-    """Stacked biases of all routed experts, a tensor per projection."""
     prefix = f"{names.block}.experts"
     gate_up = WeightSpec(
         f"{prefix}.gate_up_proj_bias", (2 * inner.size,), f"{prefix}.w13_bias", shard_dim=0

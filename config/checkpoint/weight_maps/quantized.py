@@ -28,7 +28,7 @@ def quantized_weights(
             yield weight
             continue
         if weight.transposed:
-            # Quantized formats store weights as (out, in).
+            # The parts of a scheme describe a weight of shape (out, in).
             fields = " x ".join(reversed(weight.fields.split(" x ")))
             weight = weight._replace(shape=weight.shape[::-1], fields=fields, transposed=False)
         module = weight.name.removesuffix(_WEIGHT)
@@ -37,7 +37,6 @@ def quantized_weights(
 
 
 def _stacked(weight: WeightSpec, scheme: WeightScheme) -> Iterator[WeightSpec]:
-    """The tensors of a weight that stacks all experts."""
     if weight.transposed:
         experts, rows, columns = weight.shape
         fields = weight.fields.split(" x ")
@@ -51,8 +50,8 @@ def _stacked(weight: WeightSpec, scheme: WeightScheme) -> Iterator[WeightSpec]:
 
 
 def _is_linear(weight: WeightSpec, *, has_head: bool) -> bool:
-    """Whether `weight` belongs to a linear layer, including linear layers of experts. Routers,
-    convolutions, norms and embeddings are never quantized."""
+    """Whether `weight` is a matrix that a quantization may cover: a projection, a matrix of an
+    expert or, with `has_head`, the output head."""
     if not weight.name.endswith(_WEIGHT) or len(weight.shape) != 2:
         return False
     if weight.parameter == _HEAD:

@@ -1,5 +1,4 @@
-"""Computes the part of each checkpoint tensor that a rank loads, and where that part goes in the
-rank's parameters."""
+"""Computes the part of each checkpoint tensor that a rank loads."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -175,7 +174,6 @@ def _resized(spec: WeightSpec, dim: int, size: int) -> WeightSpec:
 
 
 def _joined(intervals: list[Interval]) -> tuple[Interval, ...]:
-    """Merge adjacent intervals."""
     joined: list[Interval] = []
     for begin, end in intervals:
         if joined and joined[-1][1] == begin:

@@ -4,7 +4,7 @@ OUTSIDE = "(no text) "
 """Prefix of the mapped names of tensors outside the text model."""
 
 _PREFIXES = {
-    # The next two: names of Kimi K2.5 as saved by transformers 5.24.
+    # The next two entries are names of Kimi K2.5 as saved by transformers 5.24.
     "language_model.model.blocks.": "model.layers.",
     "language_model.output.": "output.",
     "language_model.model.": "model.",

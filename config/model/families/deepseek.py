@@ -74,8 +74,8 @@ def _mla(config: ModelConfig) -> MLASpec:
 
 
 def _softmax_scale(config: ModelConfig, head_dim: int) -> float:
-    """Attention scale: 1/sqrt(head_dim); for YaRN with mscale_all_dim, times the square of YaRN's
-    attention factor."""
+    """Attention scale: 1/sqrt(head_dim); with mscale_all_dim, times the square of
+    yarn_get_mscale(factor, mscale_all_dim) of the published code."""
     scaling, scale = config.rope.scaling, 1 / math.sqrt(head_dim)
     if scaling is None or not scaling.mscale_all_dim or scaling.factor <= 1:
         return scale
@@ -99,7 +99,6 @@ def _moe(config: ModelConfig) -> MoESpec:
 
 
 def _choice(config: ModelConfig, name: str, kinds: Mapping[str, Kind]) -> Kind:
-    """Look up the value of field `name` in `kinds`. Raises ConfigError for an unknown value."""
     value = config.fields.get(name, str, None)
     if value not in kinds:
         raise ConfigError(

@@ -65,7 +65,7 @@ def _gpt2(config: ModelConfig) -> DecoderSpec:
         qkv_layout="fused",
         transposed=True,
         names=_GPT2_NAMES,
-        # Causal masks.
+        # Buffers with causal masks.
         unused=(".attn.bias", ".attn.masked_bias"),
     )
 

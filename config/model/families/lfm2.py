@@ -78,8 +78,8 @@ def _common_fields(fields: Fields) -> dict[str, Any]:
 
 def _dense_fields(fields: Fields) -> Mapping[str, Any]:
     """Fields of dense models. The intermediate size is 2/3 of block_ff_dim, times
-    block_ffn_dim_multiplier, rounded up to a multiple of block_multiple_of; without
-    block_auto_adjust_ff_dim it is block_ff_dim. transformers saves block_ff_dim as
+    block_ffn_dim_multiplier, rounded up to a multiple of block_multiple_of; if
+    block_auto_adjust_ff_dim is false, it is block_ff_dim. transformers saves block_ff_dim as
     intermediate_size."""
     size = fields.count_or_none("block_ff_dim") or fields.count("intermediate_size")
     if fields.get("block_auto_adjust_ff_dim", bool, True):

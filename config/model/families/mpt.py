@@ -44,7 +44,6 @@ def _mpt(config: ModelConfig) -> DecoderSpec:
 
 
 def _refuse_others(fields: Fields, supported: Mapping[str, tuple[object, ...]]) -> None:
-    """Raise ConfigError for a field whose value is not supported."""
     for name, values in supported.items():
         value = fields.raw.get(name)
         if value not in values:

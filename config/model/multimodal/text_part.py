@@ -171,8 +171,7 @@ def with_architecture(fields: Fields) -> Fields:
 
 
 def is_unknown_whole(fields: Fields) -> bool:
-    """Whether `fields` describe a multimodal model with images that is not in WHOLE_MODELS. A check
-    of the transformers code decides whether its images are supported."""
+    """Whether `fields` describe a multimodal model with images that is not in WHOLE_MODELS."""
     names = fields.raw.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or names[0] in WHOLE_MODELS:
         return False

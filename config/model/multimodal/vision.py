@@ -31,9 +31,7 @@ class VisionFacts:
     """Whether attention within an image is bidirectional, so that a prefill chunk must contain all
     remaining tokens of an image."""
     is_unlisted: bool = False
-    """Whether the architecture is not in VISION_FAMILIES. transformers' processor then generates
-    the image prompts, and a check of the transformers code decides whether the images are
-    supported."""
+    """Whether the architecture is not in VISION_FAMILIES."""
     num_deepstack_layers: int = 0
     """Number of additional embeddings per image token, which are added to the outputs of the first
     layers (Meng et al., DeepStack, 2024)."""
@@ -52,7 +50,7 @@ class VisionFacts:
 
 @dataclass(frozen=True, slots=True)
 class VisionFamily:
-    """Properties of a vision family that are not in config.json."""
+    """Properties of a vision family that config.json lacks or may lack."""
 
     uses_mrope: bool = False
     whole_images: bool = False

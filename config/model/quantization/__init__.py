@@ -1,2 +1,2 @@
-"""Quantization settings of checkpoints: a file per method, and registry.py, which maps
-`quant_method` in config.json to its reader. The quantized layers are in hpu/quantization/."""
+"""Quantization settings of checkpoints. registry.py maps `quant_method` in config.json to its
+reader."""

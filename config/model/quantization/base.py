@@ -1,5 +1,5 @@
-"""QuantizationFormat: registry entry of a format. QuantizationConfig: a checkpoint's validated
-quantization_config, which has the tensors that store a quantized weight."""
+"""QuantizationFormat: registry entry of a format. QuantizationConfig: the validated
+quantization_config of a checkpoint."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ EXPRESSION = "re:"
 """Prefix of regular expressions in lists of module names."""
 
 NEVER_QUANTIZED = ("lm_head", r"re:.*\.(gate|router)$", r"re:.*shared_expert_gate$")
-"""Modules that this server does not quantize: the head, routers of experts, and gates of shared
+"""Modules that are not quantized while loading: the head, routers of experts, and gates of shared
 experts."""
 
 OUTPUTS, INPUTS = 0, 1
@@ -131,7 +131,7 @@ class WeightScheme:
 
     @property
     def middle(self) -> int:
-        """Zero point of integers if the checkpoint stores none."""
+        """Zero point of integers if the checkpoint stores no zero points."""
         return 1 << (self.bits - 1)
 
     def num_groups(self, in_features: int) -> int:
@@ -263,7 +263,7 @@ class QuantizationFormat:
     methods: tuple[str, ...] = ()
     """Additional values of quant_method, besides the format's name."""
     spellings: tuple[str, ...] = ()
-    """Additional values of --quantization: vLLM's kernels for the format."""
+    """Additional values of --quantization, such as names of vLLM's kernels for the format."""
     config_key: str = "quantization_config"
     """Key of the settings in config.json files of early releases; by default the current key."""
     marks: tuple[str, ...] = ()

@@ -1,6 +1,5 @@
 """bitsandbytes checkpoints: 4 bits (nf4, fp4), with or without 8-bit scales, and LLM.int8. A 4-bit
-weight is stored flat in memory order, with a scale per block, so a rank cannot read only its shard:
-hpu/model_loader/bitsandbytes.py dequantizes the whole weight."""
+weight is stored flat in memory order, with a scale per block."""
 
 from config.model.json_fields import Fields
 from config.model.quantization.base import (

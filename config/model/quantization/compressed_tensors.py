@@ -131,8 +131,8 @@ def _integers(weights: Fields, *, is_packed: bool) -> WeightScheme:
 
 
 def _has_order(weights: Fields) -> bool:
-    """Whether the checkpoint has a group index per input; the field has three spellings in
-    different releases."""
+    """Whether the checkpoint has a group index per input. The value of `actorder` is then true,
+    group or dynamic, depending on the release."""
     order = weights.raw.get("actorder")
     if isinstance(order, bool):
         return order

@@ -10,7 +10,7 @@ FLOATS = ("F16", "BF16", "F32")
 POWERS = ("U8", "F8_E8M0")
 """Dtypes of power-of-two scales: exponents with the bias of e8m0."""
 KV_SCALES = (".k_scale", ".v_scale", ".q_scale", ".prob_scale")
-"""Name suffixes of KV-cache scales. Key and value scales are loaded if the cache is FP8."""
+"""Name suffixes of KV-cache scales."""
 _SKIPPED, _CHANGED = "-:", "+:"
 """Prefixes of patterns in `dynamic`: skip the matching modules, or change their settings."""
 

@@ -46,7 +46,7 @@ def read_gptq(fields: Fields) -> QuantizationConfig:
         (Rule(_targets(fields), scheme),),
         overrides,
         has_head=fields.get("lm_head", bool, False),
-        # The tools write zero biases for layers without biases.
+        # Quantization tools write zero biases for layers without biases.
         ignored_suffixes=(".bias", *(() if has_groups else (".g_idx",))),
     )
 
@@ -73,7 +73,6 @@ def gptq_scheme(fields: Fields) -> WeightScheme:
 
 
 def _targets(fields: Fields) -> tuple[str, ...]:
-    """All linear layers, or the modules in modules_in_block_to_quantize, a list of lists."""
     lists = fields.get("modules_in_block_to_quantize", list, [])
     names = [name for entry in lists for name in (entry if isinstance(entry, list) else [entry])]
     if not all(isinstance(name, str) for name in names):

@@ -12,6 +12,7 @@ from config.model.quantization.base import (
     Rule,
     WeightScheme,
 )
+from config.whole_files import is_present
 
 _ALL = QUANTIZATION_FORMATS.all
 METHODS = {method: form for name, form in _ALL.items() for method in (name, *form.methods)}
@@ -33,8 +34,8 @@ SCHEMES_AT_LOAD: dict[str, WeightScheme] = {
 
 
 def config_at_load(name: str) -> QuantizationConfig:
-    """QuantizationConfig of a checkpoint whose weights are already in the format `name`, a key of
-    SCHEMES_AT_LOAD."""
+    """QuantizationConfig of weights that are quantized to the format `name`, a key of
+    SCHEMES_AT_LOAD, while loading."""
     scheme = SCHEMES_AT_LOAD[name]
     return QuantizationConfig(
         name, (Rule(("Linear",), scheme),), ignored=NEVER_QUANTIZED, stacked=scheme
@@ -60,7 +61,7 @@ def read_quantization(fields: Fields, known: tuple[str, ...] = ()) -> Quantizati
 
 
 def is_served(fields: Fields) -> bool:
-    """Whether `read_quantization` supports the method in config.json."""
+    """Whether `read_quantization` supports the method of the checkpoint."""
     own = _settings(fields)
     return own is not None and own.raw["quant_method"] in METHODS
 
@@ -75,7 +76,7 @@ def _settings(fields: Fields) -> Fields | None:
         if older := fields.raw.get(form.config_key):
             return _with_method(older, name, fields.file)
         file = fields.file.parent / form.file
-        if form.file and file.is_file():
+        if form.file and is_present(file):
             settings = form.in_file(Fields(read_json(file), file))
             if settings is not None:
                 return _with_method(settings, name, file)

@@ -1,6 +1,4 @@
-"""The emulated `hccl` backend over gloo: ranks from arguments or from the environment,
-initialization before the first use of the card, and detection of ranks that run different
-collectives."""
+"""The emulated `hccl` backend over gloo, which detects ranks that run different collectives."""
 
 import functools
 import zlib
@@ -49,6 +47,10 @@ CARRIERS = (
     *("all_gather_single", "reduce_scatter_single", "all_to_all_single"),
 )
 """ProcessGroup methods with tensor arguments."""
+MOVERS = (
+    *("broadcast", "allgather", "_allgather_base", "all_gather_single", "gather", "send", "recv"),
+)
+"""ProcessGroup methods that move numbers without a conversion to float32."""
 TEXT_BYTES = 1024
 """Size limit of a collective's description, which ranks exchange when they disagree."""
 
@@ -66,6 +68,21 @@ def with_known_kinds(original: Callable[..., object]) -> Callable[..., object]:
         return original(*args, **kwargs)
 
     return reduce
+
+
+def without_short(original: Callable[..., object]) -> Callable[..., object]:
+    """Wrap a method in MOVERS: raises RuntimeError for int16 on the card, which the bridge cannot
+    name to its library (hcclDataType in hccl_kernels.cpp)."""
+
+    @functools.wraps(original)
+    def run(*args: object, **kwargs: object) -> object:
+        if any(given.dtype == torch.int16 for given in device_tensors((args, kwargs))):
+            raise RuntimeError(
+                "Input tensor data type is not supported for HCCL process group: Short"
+            )
+        return original(*args, **kwargs)
+
+    return run
 
 
 def with_known_types(
@@ -174,7 +191,6 @@ class CollectiveCheck:
         raise RuntimeError(f"deadlock: {message}")
 
     def _gather(self, group: Any, own: Tensor) -> list[Tensor]:
-        """The tensors of all ranks of the group."""
         gathered = [torch.zeros_like(own) for _ in range(group.size())]
         backend = group._get_backend(torch.device("cpu"))
         backend.allgather([gathered], [own]).wait()
@@ -182,7 +198,6 @@ class CollectiveCheck:
 
 
 def _group_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The process group among the arguments of an operator of c10d."""
     for given in (*args, *kwargs.values()):
         if isinstance(given, torch.ScriptObject) and "ProcessGroup" in str(given._type()):
             return dist.ProcessGroup.unbox(given)

@@ -2,7 +2,7 @@
 runs as a region, with a recipe for each of its shapes."""
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,11 +28,39 @@ OPTIONS = frozenset(
 )
 """Options of the back end (config.py of the bridge's compile back end, 2025 and 2026)."""
 
+SWITCHES = {
+    "PT_HPU_COMPILE_USE_RECIPES": True,
+    "PT_HPU_KEEP_INPUT_MUTATIONS": True,
+    "PT_HPU_USE_EAGER_FALLBACK": True,
+    "PT_HPU_COMPILE_GRAPH_FREEZE": False,
+    "PT_HPU_FORCE_STATIC_COMPILE": False,
+    "PT_HPU_USE_INPLACE_INDEX_COPY": True,
+}
+"""Variables of the back end with their default, which it reads when the package is imported."""
+TRUE, FALSE = ("on", "1", "yes", "true", "y", "t"), ("off", "0", "no", "false", "n", "f")
+DECOMPOSITION = "PT_HPU_COMPILE_DECOMPOSITION_MODE"
+DECOMPOSITIONS = ("habana", "core_aten", "none")
+
 INDEX_COPY = torch.ops.aten.index_copy.default
 INDEX_COPY_ = torch.ops.aten.index_copy_.default
 COPY_ = torch.ops.aten.copy_.default
 
 CompilerFn = Callable[..., Callable[..., Any]]
+
+
+def read_switches(environment: Mapping[str, str]) -> dict[str, bool]:
+    """The values of SWITCHES. Raises AssertionError for a word that the back end cannot read, also
+    in DECOMPOSITION (config.py of the bridge's compile back end)."""
+    found = {}
+    for name, default in SWITCHES.items():
+        word = environment.get(name, str(default)).lower()
+        if word not in (*TRUE, *FALSE):
+            raise AssertionError(f"Unrecognized boolean value in env config: {name}: {word}")
+        found[name] = word in TRUE
+    word = environment.get(DECOMPOSITION, DECOMPOSITIONS[0]).lower()
+    if word not in DECOMPOSITIONS:
+        raise AssertionError(f"Unrecognized string value in env config: {DECOMPOSITION}: {word}")
+    return found
 
 
 def make_backend(device: EmulatedDevice) -> CompilerFn:
@@ -47,8 +75,8 @@ def make_backend(device: EmulatedDevice) -> CompilerFn:
         for name in given:
             if name not in OPTIONS:
                 raise AttributeError(f"the configuration of {NAME}: {name} does not exist")
-        default = device.variables.environment.get("PT_HPU_USE_EAGER_FALLBACK", "1")
-        falls_back = bool(given.get("use_eager_fallback", default.lower() in ("1", "true")))
+        default = read_switches(device.variables.environment)["PT_HPU_USE_EAGER_FALLBACK"]
+        falls_back = bool(given.get("use_eager_fallback", default))
         is_static = bool(given.get("force_static_compile"))
         has_symbols = any(isinstance(value, torch.SymInt) for value in inputs)
         is_dynamic = has_symbols and not is_static

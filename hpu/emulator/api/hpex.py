@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpu.emulator.ops.attention import NO_WINDOW, scale_of
+from hpu.emulator.ops.attention import has_window, scale_of
 
 
 class RotaryPosEmbeddingMode(Enum):
@@ -17,10 +17,9 @@ class RotaryPosEmbeddingMode(Enum):
 
 
 class FusedSDPA:
-    """Attention over [batch, heads, seq, head_dim]; check_sdpa in hpu/emulator/ops/attention.py
-    rejects unsupported inputs. The query heads that share a key head become a dimension, as in the
-    bridge's FusedSDPA.py. Like `apply` of every autograd function, it accepts no keyword
-    arguments."""
+    """Attention over [batch, heads, seq, head_dim]; check_sdpa rejects unsupported inputs. The
+    query heads that share a key head become a dimension, as in the bridge's FusedSDPA.py. Like
+    `apply` of every autograd function, it accepts no keyword arguments."""
 
     @staticmethod
     def apply(
@@ -37,10 +36,10 @@ class FusedSDPA:
         seq_padding_type: str = "left",
         return_dropout_mask: bool = False,
         return_attn_probs: bool = False,
-        window_size: tuple[int, int] = NO_WINDOW,
-        sink: Tensor | None = None,
         /,
+        *given: Any,
     ) -> Tensor | tuple[Tensor, ...]:
+        """`given`: the window and the sink of later releases."""
         softmax_mode, seq_padding_type = softmax_mode.lower(), seq_padding_type.lower()
         if not (q.numel() and k.numel() and v.numel()):
             # The bridge returns new memory (sdpa_fwd_wrapper in its FusedSDPA.py).
@@ -62,10 +61,15 @@ class FusedSDPA:
         if recomputes and return_dropout_mask:
             raise AssertionError("Return_dropout_mask is not supported in recompute mode")
         shape, (q, k, v, attn_mask) = q.shape, _grouped(q, k, v, attn_mask)
+        if given and not has_window(_card().config.release):
+            raise TypeError(
+                f"FusedSDPA.forward() takes from 4 to 14 positional arguments but {14 + len(given)}"
+                " were given"
+            )
         before = (q, k, v, attn_mask, dropout_p, scale_of(scale, q), is_causal)
         after = (softmax_mode, valid_seq_len, seq_padding_type)
         if recomputes:
-            window = (list(window_size), sink)
+            window = [list(given[0]), *given[1:]] if given else []
             out: Tensor = torch.ops.hpu.sdpa_recomp_fwd(*before, False, *after, *window)[0]
             return out.reshape(*shape[:-1], v.shape[-1])
         # The bridge ignores the window and the sink without recomputation.
@@ -75,6 +79,11 @@ class FusedSDPA:
         given = ((weights, return_attn_probs), (dropped, return_dropout_mask))
         wanted = [value for value, is_wanted in given if is_wanted]
         return (out, *wanted) if wanted else out
+
+
+def _card() -> Any:
+    """The emulated card."""
+    return vars(torch)["hpu"].emulated
 
 
 def _recomputes(q: Tensor, mode: bool | None) -> bool:

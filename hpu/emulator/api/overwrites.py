@@ -26,7 +26,6 @@ class Overwrites:
         self._device = device
 
     def _is_lazy(self) -> bool:
-        """Whether the package was imported in lazy mode."""
         variables = self._device.variables
         return variables.mode_is_read() and variables.lazy()
 
@@ -113,8 +112,7 @@ def object_device(original: Function) -> Function:
 
 def set_autocast_enabled(original: Function) -> Function:
     """torch.set_autocast_enabled, which torch.autocast calls. Raises NotImplementedError when
-    autocast is enabled for the card: it would change dtypes of results, and a server does not use
-    it."""
+    autocast is enabled for the card: it would change dtypes of results."""
 
     def change(*args: object) -> None:
         if args[:1] == (DEVICE.type,) and args[1]:

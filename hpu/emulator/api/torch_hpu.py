@@ -1,4 +1,4 @@
-"""The module `torch.hpu`: device, memory, events, streams, random numbers and graphs."""
+"""The module `torch.hpu`."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -392,7 +392,7 @@ LAZY_ONLY = (
     "wrap_in_hpu_graph_func",
     "make_graphed_callables",
 )
-"""Functions of lazy mode (the bridge's torch/hpu/__init__.py)."""
+"""Names that exist only in lazy mode (the bridge's torch/hpu/__init__.py)."""
 NOT_MODELLED = frozenset(
     (
         # Aliases of torch.tensor with a dtype.
@@ -407,7 +407,7 @@ NOT_MODELLED = frozenset(
         "get_stream_info",
     )
 )
-"""Names of the newest torch.hpu (2025) that no server uses."""
+"""Names of the newest torch.hpu (2025) that the emulator does not model."""
 SWITCHES = {
     "inference_mode": "is_inference_mode_enabled",
     "quantization": None,

@@ -278,10 +278,11 @@ def graph_key(value: Any, autocast: bool) -> object:
 
 
 def layout_of(value: Tensor) -> object:
-    """Shape and layout of a tensor. A view differs from a whole tensor with the same strides: the
-    runtime adds how a view was made (get_view_hash in the bridge's bindings.cpp)."""
-    is_view = isinstance(value, HpuTensor) and value.is_view
-    return tuple(value.shape), value.stride(), value.storage_offset(), is_view
+    """Shape and layout of a tensor. A view differs from a whole tensor with the same strides, and
+    from a view that other operators made: the runtime adds how a view was made (get_view_hash in
+    the bridge's bindings.cpp)."""
+    kinds = value.kinds if isinstance(value, HpuTensor) else ()
+    return tuple(value.shape), value.stride(), value.storage_offset(), kinds
 
 
 def _parts(value: object) -> object:

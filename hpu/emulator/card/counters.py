@@ -15,7 +15,7 @@ MAX_MISUSES = 10_000
 
 
 class MisuseRecord(NamedTuple):
-    """One misuse: its kind, the op, the caller's `file:line`."""
+    """A misuse; `line` is the caller's `file:line`."""
 
     kind: str
     op: str
@@ -32,13 +32,11 @@ def caller_line() -> str:
 
 @dataclass(slots=True)
 class EmulatorCounters:
-    """Counts since the emulator was installed.
-
-    `counts` holds compilations, captures, replays, launches, syncs, fallbacks, ungraphed calls,
-    traces (graphs for hpu_backend), eager_ops (ops outside of lazy segments and compiled regions),
-    event_waits, launch_joins, upload_waits, input_copies, base_versions (copies for writes to
-    views) and, under their kind, misuses. `misuses` lists the first MAX_MISUSES.
-    """
+    """Counts since the emulator was installed. Keys of `counts` are compilations, captures,
+    replays, launches, syncs, fallbacks, ungraphed (calls), traces (graphs for hpu_backend),
+    eager_ops (ops outside of lazy segments and compiled regions), event_waits, launch_joins,
+    upload_waits, input_copies, base_versions (copies for writes to views) and the kinds of misuses.
+    `misuses` lists the first MAX_MISUSES."""
 
     config: EmulatorConfig
     counts: Counter[str] = field(default_factory=Counter)

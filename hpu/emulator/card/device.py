@@ -45,9 +45,7 @@ class Recording(Protocol):
     """A capture in progress."""
 
     @property
-    def held_bytes(self) -> int:
-        """Device memory that the graph keeps in use."""
-        ...
+    def held_bytes(self) -> int: ...
 
     def add(self, func: Any, args: Any, kwargs: Any, result: Any, used: list[Allocation]) -> None:
         """Record an op on CPU tensors. `result`: its result as device tensors; `used`: storages of
@@ -85,6 +83,8 @@ class OpFacts:
     """Whether `rules.waits_for_data` depends on the arguments."""
     is_collective: bool
     is_random: bool
+    is_integer_op: bool
+    """Whether `rules.check_bytes` depends on the arguments."""
     is_vendors: bool
     """Whether the op is of the vendor's namespace, which has kernels for the card alone."""
     may_mix_devices: bool
@@ -108,6 +108,7 @@ def op_facts(func: Any) -> OpFacts:
         may_wait=rules.may_wait_for_data(name),
         is_collective=name.startswith("c10d::"),
         is_random=name in rules.RANDOM,
+        is_integer_op=name in rules.SHIFTS or name in rules.DIFFERENCES,
         is_vendors=name.startswith("hpu::"),
         may_mix_devices=name == "aten::copy_" or name.startswith(("c10d", "_c10d")),
     )
@@ -269,6 +270,7 @@ class EmulatedDevice:
         if name == "aten::_to_copy" and _goes_to_cpu(kwargs):
             return self._host_copy(args[0], kwargs)
         if op.is_host_read:
+            rules.check_number(name, args)
             self.host_sync(name)
             return self._host_value(func, args, kwargs)
         if op.may_wait and rules.waits_for_data(name, args, kwargs):
@@ -374,6 +376,8 @@ class EmulatedDevice:
             rules.check_put(op.name, args, self._report_misuse)
         if op.name == "aten::cumsum_" and self.runs_eagerly():
             rules.check_running_sum(args, self._report_misuse)
+        if op.is_integer_op:
+            rules.check_bytes(op.name, args, self._report_misuse, is_compiled=self.in_region)
         if not self.config.multiplies_float32:
             rules.check_product(op.name, args)
         if op.name == "aten::matmul" and "out" in kwargs and not self._writes_float32:
@@ -571,7 +575,6 @@ class EmulatedDevice:
         self.segment.add(name, parts, largest)
 
     def _describe(self, value: Any) -> object:
-        """The part of an argument that belongs to a recipe's signature."""
         if type(value) in SCALARS:
             return value
         if isinstance(value, HpuTensor):
@@ -612,6 +615,7 @@ class EmulatedDevice:
                 else:
                     found = HpuTensor(value, self, base.allocation, base.lifetime)
                     found.is_view = base.is_view or not op.is_alias
+                    found.kinds = base.kinds if op.is_alias else rules.add_kind(base.kinds, op.name)
             elif found.shape != value.shape:
                 raise RuntimeError(
                     f"{op.name}: the emulator does not resize tensors, here from "
@@ -739,7 +743,6 @@ class EmulatedDevice:
         self.counters.counts["launch_joins"] += self.launches.join()
 
     def _wait_for_large_copy(self, target: Tensor) -> None:
-        """Apply the fault LARGE_COPIES."""
         if LARGE_COPIES not in self.config.faults or target.nbytes < LARGE_BYTES:
             return
         if self.is_lazy() and self.variables.native("PT_HPU_ENABLE_D2H_ASYNC_THREAD") != "0":
@@ -809,7 +812,6 @@ class EmulatedDevice:
 def _targets(
     func: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> list[HpuTensor]:
-    """Arguments that an op writes to."""
     found: list[HpuTensor] = []
     for number, argument in enumerate(func._schema.arguments):
         if argument.alias_info and argument.alias_info.is_write:

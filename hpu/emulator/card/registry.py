@@ -264,7 +264,6 @@ def _is_registered(func: Any) -> bool:
 
 @functools.cache
 def _overloads() -> dict[str, frozenset[str]]:
-    """Registered overloads by the op's name."""
     found = {}
     for line in Path(__file__).with_name("registered_ops.txt").read_text().splitlines():
         name, _, overloads = line.partition(":")

@@ -1,6 +1,5 @@
 """Rules of single ops, for example for which ops the host waits, and how the device handles -1
-indices and wide dtypes. Functions of CPU tensors, without state. registry.py lists the ops of the
-device."""
+indices and wide dtypes."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -35,6 +34,17 @@ VIEWS = _names("""
     squeeze unbind split split_with_sizes detach alias unfold diagonal narrow _reshape_alias
     view_as lift_fresh movedim swapaxes chunk
 """)
+
+RESHAPES = _names("view _unsafe_view reshape _reshape_alias view_as")
+
+
+def add_kind(kinds: tuple[str, ...], name: str) -> tuple[str, ...]:
+    """The kinds of a view of a view. Of adjacent reshapes only the last counts (get_view_hash in
+    the bridge's bindings.cpp), and its shape is part of a graph's key anyway."""
+    if name not in RESHAPES:
+        return (*kinds, name)
+    return kinds if kinds[-1:] == ("reshape",) else (*kinds, "reshape")
+
 
 ALIASES = _names("detach alias lift_fresh")
 """Views that the runtime treats as the tensor itself."""
@@ -207,6 +217,33 @@ def check_running_sum(args: tuple[Tensor, ...], report: Report) -> None:
         report("running_sum", "cumsum_ of 16-bit floats is wrong in eager mode", "aten::cumsum_")
 
 
+def check_number(name: str, args: tuple[Tensor, ...]) -> None:
+    """Raise NotImplementedError for the number in an FP8 tensor: the bridge reads none
+    (local_scalar_dense.cpp)."""
+    dtype = args[0].dtype
+    if name == "aten::_local_scalar_dense" and dtype in FP8:
+        kind = "Float8_e4m3fn" if dtype == torch.float8_e4m3fn else "Float8_e5m2"
+        raise NotImplementedError(f"\"_local_scalar_dense\" not implemented for '{kind}'")
+
+
+SHIFTS = _names("""
+    __rshift__ __lshift__ __irshift__ __ilshift__ bitwise_right_shift bitwise_right_shift_
+    bitwise_left_shift bitwise_left_shift_
+""")
+DIFFERENCES = _names("sub sub_ rsub subtract subtract_")
+BYTES = (torch.int8, torch.uint8)
+
+
+def check_bytes(name: str, args: tuple[Tensor, ...], report: Report, *, is_compiled: bool) -> None:
+    """Report a difference of 8-bit integers, which the bridge does not support
+    (test_hpu_convert_from_int4.py), and a shift of 8-bit integers outside of compiled code, which
+    its tests expect to fail (test_hpu_bitwise_shift.py of lazy and of eager mode)."""
+    if name not in DIFFERENCES and (name not in SHIFTS or is_compiled):
+        return
+    if torch.result_type(args[0], args[1]) in BYTES:
+        report("byte_arithmetic", "a difference or a shift of 8-bit integers", name)
+
+
 COPIED_DIMS = {"aten::copy_": 8, "aten::_to_copy": 8}
 """Maximum dimensions of a tensor that lazy mode copies (the bridge's kernels_register.cpp)."""
 
@@ -285,7 +322,7 @@ def _with_int64(args: Arguments, number: int) -> tuple[Any, ...]:
 
 
 def _take(func: Any, args: Arguments, kwargs: Keywords, report: Report) -> Any:
-    """Take with indices in int32 too (the bridge's test_hpu_take.py)."""
+    """`take`, also with int32 indices (the bridge's test_hpu_take.py)."""
     return func(*_with_int64(args, 1), **kwargs)
 
 

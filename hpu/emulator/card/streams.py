@@ -203,6 +203,8 @@ class StreamCard(Protocol):
 
     current_stream: Callable[[], "CardStream"]
 
+    def is_lazy(self) -> bool: ...
+
     def close_segment(self) -> None: ...
 
     def count_event_wait(self) -> None: ...
@@ -302,7 +304,12 @@ class CardStream:
         return event
 
     def query(self) -> bool:
-        """Always True, like CardEvent.query."""
+        """Always True, like CardEvent.query. In lazy mode this launches the collected operations,
+        except for the current stream (the bridge's HPUStream.cpp)."""
+        if self._device.is_lazy():
+            if self.stream_state is self._device.stream_state:
+                return True
+            self._device.close_segment()
         return self.record_event().query()
 
     def synchronize(self) -> None:

@@ -56,6 +56,8 @@ class HpuTensor(Tensor):
     lifetime: Lifetime | None
     uid: int
     is_view: bool
+    kinds: tuple[str, ...]
+    """How the view was made: the operators, first the first; empty for a whole tensor."""
 
     # Torch declares a method here; assigning the disabled form switches it off.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -79,6 +81,7 @@ class HpuTensor(Tensor):
         tensor.lifetime = lifetime
         tensor.uid = next(owner.uids)
         tensor.is_view = False
+        tensor.kinds = ()
         return tensor
 
     @classmethod
@@ -308,7 +311,6 @@ def _view(tensor: Tensor, key: Any, *, uploads: bool = True) -> tuple[Tensor, li
 
 
 def _width(part: Any) -> int:
-    """Number of dimensions that a part of the key consumes."""
     if part is None or part is Ellipsis:
         return 0
     if isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8):

@@ -9,16 +9,19 @@ from torch import Tensor
 from torch._higher_order_ops.flex_attention import flex_attention
 
 from hpu.emulator.card.tensor import HpuTensor
+from hpu.gaudi_devices import release_of
 
 NO_WINDOW = (-1, -1)
+WINDOWS_SINCE = (1, 23)
+"""First release whose attention has a window and a sink (FusedSDPA.py and sdpa_gen.cpp of 2025).
+vllm-gaudi leaves them out and so shows that they have defaults (SlicedFusedSDPA)."""
 SDPA = (
     "sdpa_recomp_fwd(Tensor q, Tensor k, Tensor v, Tensor? attention_mask, float p, "
     "float scale, bool is_causal, bool requires_backward, str softmax_mode, "
-    "Tensor? valid_seq_len, str seq_padding_type, int[] window_size=[-1, -1], Tensor? sink=None) "
+    "Tensor? valid_seq_len, str seq_padding_type{window}) "
     "-> (Tensor, Tensor, Tensor, Tensor)"
 )
-"""The last two arguments are of releases from 1.23 on (FusedSDPA.py and sdpa_gen.cpp of 2025).
-vllm-gaudi leaves them out and so shows that they have defaults (SlicedFusedSDPA)."""
+WINDOW = ", int[] window_size=[-1, -1], Tensor? sink=None"
 SDPA_FWD = (
     "sdpa_fwd(Tensor q, Tensor k, Tensor v, Tensor? attention_mask, float p, float scale, "
     "bool is_causal, str softmax_mode, Tensor? valid_seq_len, str seq_padding_type) "
@@ -89,6 +92,11 @@ def sdpa_with_probabilities(
     # A row without a visible key has weights of 0.
     weights = torch.softmax(scores, -1).nan_to_num(0.0).to(q.dtype)
     return (weights @ v).to(q.dtype), weights, torch.zeros(1, dtype=torch.int8)
+
+
+def has_window(release: str) -> bool:
+    """Whether the attention of a release has the arguments of WINDOW."""
+    return (release_of(release) or ()) >= WINDOWS_SINCE
 
 
 def scale_of(scale: float | None, q: Tensor) -> float:

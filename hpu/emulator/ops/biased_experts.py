@@ -19,7 +19,7 @@ MOE_BIAS = (
     "int total_experts=0, float alpha=1.702, float limit=7.0) -> Tensor"
 )
 """Arguments follow the operator's C++ declaration (HabanaAI/gaudi-pytorch-bridge, as of 2026).
-Earlier releases lack the last four arguments, which no caller here passes."""
+Earlier releases lack the last four arguments."""
 MOE_BIAS_MXFP4 = (
     "mixture_of_experts.bias_mxfp4_fused_weights(Tensor hidden_states, "
     "Tensor expert_routing_table, Tensor router_weights, Tensor[] w12, Tensor[] w3, "
@@ -140,7 +140,7 @@ class BiasedExperts:
         return gate_up[:, ::2], gate_up[:, 1::2]
 
     def _dequantized(self, codes: Tensor, scales: Tensor) -> Tensor:
-        """A weight (out, in) bfloat16."""
+        """(out, in) bfloat16."""
         if codes.dtype != torch.uint8 or scales.dtype != torch.uint8:
             raise RuntimeError(
                 f"mixture_of_experts: weights in MXFP4 are uint8, got {codes.dtype} with scales "

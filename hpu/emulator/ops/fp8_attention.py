@@ -18,7 +18,7 @@ FP8_SDPA = (
     "float scale, bool is_causal, bool requires_backward, str softmax_mode, Tensor? d_scale_q, "
     "Tensor? d_scale_k, Tensor? d_scale_v, Tensor? q_scale_s, Tensor? q_scale_o, "
     "Tensor? d_scale_s, bool is_amax_s, bool is_amax_o, Tensor? valid_seq_len, "
-    "str seq_padding_type, int[] window_size=[-1, -1], Tensor? sink=None) "
+    "str seq_padding_type{window}) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 SOFTMAX_FP8 = (

@@ -8,7 +8,14 @@ from torch import Tensor
 from torch.library import Library
 
 from hpu.emulator.ops import biased_experts, fp8_attention, measured_experts, quantized
-from hpu.emulator.ops.attention import SDPA, SDPA_FWD, sdpa, sdpa_with_probabilities
+from hpu.emulator.ops.attention import (
+    SDPA,
+    SDPA_FWD,
+    WINDOW,
+    has_window,
+    sdpa,
+    sdpa_with_probabilities,
+)
 from hpu.gaudi_devices import generation, has_kernel, max_experts, release_of
 
 RMS_NORM = "rms_norm(Tensor data_in, Tensor gamma, float epsilon) -> (Tensor, Tensor)"
@@ -158,7 +165,7 @@ def _limited(kernel: Callable[..., object], limit: int) -> Callable[..., object]
 def _on_card(
     name: str, kernel: Callable[..., object], check: Callable[[str], None]
 ) -> Callable[..., object]:
-    """A kernel behind a check."""
+    """Wrap `kernel` to call `check(name)` first."""
 
     def run(*args: object, **kwargs: object) -> object:
         check(name)
@@ -174,9 +181,10 @@ def define_ops(
     has_fault: Callable[[str], bool],
     check_on_card: Callable[[str], None],
 ) -> Library:
-    """Define and implement every op that `card` has with this release; destroying the library
-    removes them. `runs_eagerly`: as in quantized.Int4Conversion. `has_fault`: whether the card has
-    a fault. `check_on_card(name)` raises NotImplementedError for a call on tensors of the host."""
+    """Define and implement the modelled ops that `card` has with this release; destroying the
+    library removes them. `runs_eagerly`: as in quantized.Int4Conversion. `has_fault`: whether the
+    card has a fault. `check_on_card(name)` raises NotImplementedError for a call on tensors of the
+    host."""
     library = Library("hpu", "DEF")  # type: ignore[no-untyped-call]  # torch's own
     fp8 = quantized.Fp8(generation(card).fp8_max, runs_eagerly)
     int4 = quantized.Int4Conversion(runs_eagerly)
@@ -186,8 +194,9 @@ def define_ops(
         return bool(has_kernel(kernel, card, release_of(release)))
 
     grouped = has("convert_from_uint4.g_idx")
+    window = WINDOW if has_window(release) else ""
     table: dict[str, Callable[..., object]] = {
-        SDPA: sdpa,
+        SDPA.format(window=window): sdpa,
         SDPA_FWD: sdpa_with_probabilities,
         RMS_NORM: rms_norm,
         RMS_NORM_FAST: rms_norm,
@@ -217,7 +226,7 @@ def define_ops(
     for suffix in ("", "_not_staged"):
         table[BLOCK_SOFTMAX_CONST_MAX.format(suffix=suffix)] = block_softmax_const_max
     attention = fp8_attention.Fp8Attention(fp8)
-    table[fp8_attention.FP8_SDPA] = attention.sdpa
+    table[fp8_attention.FP8_SDPA.format(window=window)] = attention.sdpa
     for name, scale, default in fp8_attention.SOFTMAX_OVERLOADS:
         schema = fp8_attention.SOFTMAX_FP8.format(name=name, scale=scale, default=default)
         table[schema] = attention.softmax

@@ -33,6 +33,14 @@ NO_BOOL = ("full", "mul")
 """Operators that are taken out of the graph if their second argument is a bool (bool_fallback_list
 of 2025; the state of 2026 keeps them)."""
 MAX_INDEXED_DIMS = 4
+INTEGERS = (torch.int64, torch.int32, torch.int16)
+NO_LOGIC = {
+    "logical_and": (torch.int16,),
+    "logical_or": INTEGERS,
+    "logical_xor": INTEGERS,
+    "logical_not": (torch.bfloat16, torch.float32, *INTEGERS),
+}
+"""Dtypes that the logical operators of compiled code do not take (compile/test_ops.py of 2025)."""
 
 
 def left_out(graph: GraphModule, *, is_dynamic: bool) -> Iterator[tuple[str, str]]:
@@ -62,6 +70,12 @@ def _reason(name: str, node: Node, is_dynamic: bool) -> str:
     """Why a node is taken out of the graph; empty if it stays."""
     if name in ALWAYS:
         return "the operator is never part of a graph"
+    if name == "_unsafe_index":
+        return "the card lacks this part of an interpolation"
+    if name in NO_LOGIC and any(
+        _dtype_of(given) in NO_LOGIC[name] for given in node.args if isinstance(given, Node)
+    ):
+        return "logic of numbers"
     if name == "permute" and _dtype_of(node) == torch.int64:
         return "permute of int64"
     if is_dynamic and name in DYNAMIC_ONLY:

@@ -340,8 +340,7 @@ def scale_for_cast(
     the scales. `POWER_OF_2` rounds scales up to a power of two. Scales of zeros are zeros.
 
     Arguments, shapes and formula: hpu_ops/backend/calculate_scale_for_cast_gen.cpp and the test
-    test_hpu_calculate_scale_for_cast of HabanaAI/gaudi-pytorch-bridge. Intel Neural Compressor
-    calls it for dynamic quantization (_core/fp_utils.py of fp8_quant).
+    test_hpu_calculate_scale_for_cast of HabanaAI/gaudi-pytorch-bridge.
     """
     if maxMode not in (NO_MAX, MAX_OF_TENSOR, MAX_OF_AXIS):
         raise RuntimeError(f"calculate_scale_for_cast: maxMode is {maxMode}, it must be 0, 1 or 2")

@@ -55,7 +55,6 @@ class StoredWeight:
 
     @property
     def has_zeros(self) -> bool:
-        """Whether zero points are stored."""
         return any(part.role == "zeros" for part in self.scheme.parts)
 
     def create_parameters(
@@ -148,7 +147,6 @@ class StoredExperts:
 
     @property
     def named_weights(self) -> tuple[tuple[str, StoredWeight], ...]:
-        """Both weights with the prefixes of their parameters."""
         return ((W13, self.w13), (W2, self.w2))
 
     def expanding_op(

@@ -3,7 +3,7 @@ with their own graphs.
 
 A drafter with a KV cache computes every prompt along with the target, in the same blocks, so that a
 cached prefix of the target is also cached for the drafter. To draft, it first recomputes the last
-tokens, because the previous decode may have accepted any number of them. Nothing waits for the
+tokens, because the previous decode may have accepted any number of them. No launch waits for the
 host.
 """
 
@@ -86,7 +86,7 @@ class DeviceModelDrafter:
     def draft(
         self, bucket: Bucket, first: DraftBatch, follow: Callable[[Tensor], DraftBatch]
     ) -> Tensor:
-        """Draft tokens for a decode. See DeviceDrafter.draft in hpu/spec_decode/device.py."""
+        """Draft tokens for a decode. See DeviceDrafter.draft."""
         found = self._run(bucket, self._first, first, is_first=True)
         drafts = [found[0].unsqueeze(1)]
         while len(drafts) < self._max_drafts:
@@ -118,8 +118,8 @@ class DeviceModelDrafter:
     def _own_inputs(
         self, key: tuple[Bucket, bool], inputs: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...]:
-        """Copy `inputs` to the tensors that a graph reads, and return these. The runtime does not
-        accept views."""
+        """Copy `inputs` to the tensors that a graph reads, and return the copies. The runtime does
+        not accept views."""
         own = self._inputs.get(key)
         if own is None:
             zeros = self._backend.zeros

@@ -47,7 +47,7 @@ class DeviceSpeculationRunner(ModelRunner):
         self.decode_width = speculation.width
         max_num_reqs = parts.batch_state.max_num_reqs
         self._num_pending = np.zeros(max_num_reqs + 1, np.int64)
-        """Number of decodes in flight, by request index."""
+        """Number of decodes in flight, by request index; they have not advanced BatchState yet."""
         self._slot_generations = np.zeros(max_num_reqs + 1, np.int64)
         """Generation counter of each request index: the result of a decode can arrive after its
         index was reused by another request."""
@@ -69,7 +69,7 @@ class DeviceSpeculationRunner(ModelRunner):
                 self._count_accepted(launch)
 
     def _count_accepted(self, launch: AsyncLaunchOutput) -> None:
-        """Advance requests by the accepted tokens of a decode, once these are on the host."""
+        """Advance requests by the accepted tokens of a decode, which are on the host."""
         for req_index, count, num_drafts, slot_generation in zip(
             launch.req_indices,
             launch.token_counts,

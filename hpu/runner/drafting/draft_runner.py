@@ -130,7 +130,6 @@ class DraftRunner:
         return measure(launch, max_rows, self._agreement)
 
     def _compute_prompt(self, inputs: LaunchInputs, req_index: int) -> None:
-        """Run a prefill whose tokens are all known on the host."""
         self._model(inputs.tokens, inputs.context)
 
     def _draft(

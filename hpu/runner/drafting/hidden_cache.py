@@ -35,8 +35,8 @@ class HiddenCache:
         return self._rows.nbytes
 
     def write(self, inputs: AttentionInputs, hidden: Tensor) -> None:
-        """Store `hidden` (B, Q, width) of a launch's tokens. Further columns are not hidden states
-        (see hpu/lora/layers.py) and are dropped."""
+        """Store `hidden` (B, Q, width) of a launch's tokens. Further columns hold results of LoRA
+        matrices and are dropped."""
         assert not isinstance(inputs, TextAttentionInputs), "a pooling model has no cache"
         width = self._rows.shape[1]
         if hidden.shape[-1] > width:

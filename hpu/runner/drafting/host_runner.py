@@ -54,7 +54,6 @@ class PlannedDraftRunner(ModelRunner):
         self._planned = drafts
 
     def _drafts_of(self, launch: Launch) -> Drafts:
-        """Drafts that the decode `launch` verifies."""
         tokens = [self._planned[req_index] for req_index in launch.req_indices]
         return Drafts(launch.req_indices, tokens)
 

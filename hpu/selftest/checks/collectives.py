@@ -1,4 +1,4 @@
-"""Checks of the collectives that a model on several cards uses."""
+"""Checks of collectives."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""Checks of torch.compile with the vendor's back end, used by the mode torch-compile."""
+"""Checks of torch.compile with the vendor's back end."""
 
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple

@@ -1,4 +1,4 @@
-"""Checks of captured graphs, which the mode hpu-graphs replays for each launch."""
+"""Checks of captured graphs."""
 
 import contextlib
 import gc
@@ -18,7 +18,6 @@ MIB = 1 << 20
 
 
 def _fill(targets: "Iterable[Tensor]", *hosts: "Tensor") -> None:
-    """Overwrite the inputs of a graph."""
     for target, host in zip(targets, hosts, strict=True):
         target.copy_(host)
 

@@ -32,7 +32,6 @@ def _scores(query: "Tensor", key: "Tensor", mask: "Tensor") -> "Tensor":
 def _attention(
     card: Card, query: "Tensor", key: "Tensor", value: "Tensor", mask: "Tensor"
 ) -> "Tensor":
-    """Attention on the CPU in float32."""
     weights = card.torch.softmax(_scores(query, key, mask), dim=-1)
     found: Tensor = weights @ value.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
     return found

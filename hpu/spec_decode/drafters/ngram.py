@@ -15,8 +15,7 @@ from hpu.spec_decode.device_search import TextSearch
 from hpu.spec_decode.drafter import Drafter
 
 MAX_MATCH = 32
-"""Number of tokens over which occurrences are compared, unless `longest` is larger; longer matches
-are not distinguished."""
+"""Maximum length of a match, unless `longest` is larger."""
 
 
 class NgramProposer:

@@ -87,7 +87,6 @@ async def _run(
 
 
 def _fields(options: argparse.Namespace) -> dict[str, Any]:
-    """Request fields set by flags."""
     names = [name.replace("-", "_") for name in ("temperature", *SAMPLING)]
     given = {name: getattr(options, name) for name in names}
     if options.logprobs is not None and options.endpoint == "chat":

@@ -145,7 +145,7 @@ def _add_common(parser: FlagParser) -> None:
 
 
 def throughput(argv: Sequence[str]) -> int:
-    """Run `bench throughput`. Raises ConfigError for invalid flags."""
+    """Run `bench throughput`; returns 0. Raises ConfigError, for example for invalid flags."""
     llm, options = _opened(argv, throughput_parser())
     with llm:
         requests = _requests(llm, options)
@@ -175,7 +175,7 @@ def throughput(argv: Sequence[str]) -> int:
 
 
 def latency(argv: Sequence[str]) -> int:
-    """Run `bench latency`. Raises ConfigError for invalid flags."""
+    """Run `bench latency`; returns 0. Raises ConfigError, for example for invalid flags."""
     llm, options = _opened(argv, latency_parser())
     with llm:
         shape = Shape(options.batch_size, options.input_len, options.output_len)
@@ -203,7 +203,6 @@ def latency(argv: Sequence[str]) -> int:
 
 
 def _opened(argv: Sequence[str], parser: FlagParser) -> tuple[LLM, argparse.Namespace]:
-    """Load the model of the flags; returns it and the command's own flags."""
     loaded = load(argv, default_model=NAMES[0], parser=parser)
     options = loaded.arguments
     _check(options, loaded.engine.max_model_len)
@@ -213,7 +212,6 @@ def _opened(argv: Sequence[str], parser: FlagParser) -> tuple[LLM, argparse.Name
 
 
 def _check(options: argparse.Namespace, max_model_len: int | None) -> None:
-    """Raise ConfigError for incompatible flags."""
     is_random = getattr(options, "dataset_name", "random") == "random"
     if not is_random and not options.dataset_path:
         raise ConfigError(
@@ -251,7 +249,6 @@ def _requests(llm: LLM, options: argparse.Namespace) -> list[BenchRequest]:
 
 
 def _vocabulary(llm: LLM) -> list[int]:
-    """Token ids of common words, for random prompts."""
     return sorted(set(llm.get_tokenizer().encode_now(" ".join(WORDS), False)))
 
 

@@ -94,7 +94,7 @@ class OpenAIServer:
             # Some servers do not send [DONE]; a finish_reason also ends the stream.
             if not outcome.is_finished:
                 raise
-        # Without usage, each chunk counts as a token.
+        # Without usage, each chunk with text counts as a token.
         outcome.output_tokens = outcome.output_tokens or len(outcome.arrivals)
 
     async def _read_events(self, request: BenchRequest, outcome: Outcome) -> None:

@@ -254,8 +254,6 @@ def read(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _choose(options: argparse.Namespace) -> None:
-    """Resolve the options that depend on other flags: address, endpoint, ignore_eos and lengths.
-    Raises ConfigError."""
     host = f"[{options.host}]" if ":" in options.host else options.host
     options.base_url = options.base_url or f"http://{host}:{options.port}"
     endpoint = BACKENDS[options.backend]

@@ -85,8 +85,8 @@ def token_requests(shape: Shape, vocabulary: list[int]) -> list[BenchRequest]:
 
 
 async def text_requests(shape: Shape, count: CountTokens) -> list[BenchRequest]:
-    """Prompts of plain words with the requested number of tokens according to `count`, or as close
-    as possible in MAX_TRIES rounds."""
+    """Prompts of plain words. Words are added or removed until `count` returns the requested number
+    of tokens, in at most MAX_TRIES rounds; a remaining difference is accepted."""
     rng = random.Random(f"{shape.seed} words")
     words_per_token = len(WORDS) / max(1, await count(" ".join(WORDS)))
     prefix = rng.choices(WORDS, k=round(shape.shared_prefix_len * words_per_token))

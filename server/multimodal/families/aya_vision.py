@@ -1,4 +1,5 @@
-"""Aya Vision: numbered tiles, then the whole image, with a fixed number of image tokens each."""
+"""Aya Vision: the numbered tiles of a split image, then the whole image, with a fixed number of
+image tokens each."""
 
 from collections.abc import Mapping
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from config.errors import ConfigError
 from config.model.json_fields import MAX_JSON_BYTES, Fields, Json
-from config.whole_files import read_limited
+from config.whole_files import is_present, read_limited
 from server.multimodal.processor_fields import MAX_IMAGE_TOKENS
 
 MAX_TOKEN_CHARACTERS = 256
@@ -112,7 +112,7 @@ class ProcessorFiles:
 
 def read_object(file: Path) -> dict[str, Any]:
     """The JSON object in a file; empty if the file does not exist. Raises ConfigError."""
-    if not file.is_file():
+    if not is_present(file):
         return {}
     try:
         data = read_limited(file, MAX_JSON_BYTES, takes_pipes=False)

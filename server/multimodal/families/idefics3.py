@@ -1,4 +1,4 @@
-"""Idefics 3 and SmolVLM: tiles in rows and columns, then the whole image."""
+"""Idefics 3 and SmolVLM: the tiles of a split image in rows and columns, then the whole image."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,5 +1,6 @@
-"""LFM2-VL: a large image is cut into tiles of equal size in rows and columns, followed by the whole
-image. The prompt text, and a port of transformers' Lfm2VlImageProcessor without torchvision."""
+"""LFM2-VL: a large image is cut into tiles of equal size in rows and columns, optionally followed
+by the whole image. The prompt text, and a port of transformers' Lfm2VlImageProcessor without
+torchvision."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -39,8 +40,8 @@ _COUNTS: Mapping[str, tuple[int, int]] = {
 
 
 class Lfm2VlForm(NoGrid):
-    """Prompt text of LFM2-VL: a token with row and column before each tile, and a token before the
-    whole image."""
+    """Prompt text of LFM2-VL. If the image has several tiles, a token with row and column precedes
+    each tile, and a token precedes the whole image; use_image_special_tokens false omits both."""
 
     def __init__(self, files: ProcessorFiles) -> None:
         self.mark = files.image_token

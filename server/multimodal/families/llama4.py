@@ -1,4 +1,5 @@
-"""Llama 4: tiles in rows and columns with separator tokens, then the whole image."""
+"""Llama 4: the tiles of a large image in rows and columns with separator tokens, then the whole
+image."""
 
 from collections.abc import Mapping
 

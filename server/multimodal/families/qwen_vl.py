@@ -114,7 +114,8 @@ class TimedVideoForm(QwenVideoForm):
     def frame_size(
         self, count: int, height: int, width: int, size: Mapping[str, int]
     ) -> tuple[int, int] | None:
-        """Size according to `smart_resize` in the Qwen3-VL video processor of transformers."""
+        """Size according to `smart_resize` in the Qwen3-VL video processor of transformers. Raises
+        ValueError for an aspect ratio above MAX_SIDES."""
         bounds = {**self._default_size, **size}
         factor, count = self._factor, max(count, self._depth)
         smallest = min(height, width)

@@ -1,4 +1,4 @@
-"""Background responses. Their frames are stored, so that clients can stream them later."""
+"""Background responses, and streams of their stored frames."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -18,7 +18,7 @@ PIECE_BYTES = 64 * 2**10
 
 
 class BackgroundResponse:
-    """Runs `job` to its end and stores the response in `entry`; see `store.RunningResponse`."""
+    """Runs `job` to its end and stores the response in `entry`."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class BackgroundResponse:
             self._entry.notify()
 
     def _store_frames(self, data: bytes) -> None:
-        """Store frames. Raises Overloaded if the store is full."""
+        """Raises Overloaded if the store is full."""
         events = self._entry.events
         if events is None:
             return

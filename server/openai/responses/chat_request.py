@@ -24,8 +24,8 @@ from server.openai.schema.chat import ChatBody
 
 ID_PREFIX = "resp_"
 MAX_CONVERSATION_BYTES = 64 * 2**20
-"""Maximum JSON size of the previous items of a request, and of its referenced items; decoded items
-take several times as much memory."""
+"""Maximum JSON bytes of the previous items of a request, and of the items that it references.
+Decoded items take several times as much memory."""
 MAX_REFERENCES = 16_384
 """Maximum number of item references in a request: finding their responses takes about 10 ms."""
 _SHOWN = 80
@@ -106,7 +106,7 @@ async def resolve_request(
 def previous_number(body: ResponseBody) -> str:
     """Number of the response that `body` continues, or of the first response whose item `body`
     references; it identifies the process that stores the conversation. Empty for a new conversation
-    and for an item id of another server. Only MAX_MESSAGES items are searched, because a longer
+    and for an item id of another form. Only MAX_MESSAGES items are searched, because a longer
     input is rejected later."""
     if body.previous_response_id is not None:
         return body.previous_response_id.removeprefix(ID_PREFIX)
@@ -118,7 +118,8 @@ def previous_number(body: ResponseBody) -> str:
 
 
 def previous(store: ResponseStore, body: ResponseBody, owner: str) -> ItemHistory:
-    """The conversation of `owner` that `body` continues. Raises UserError."""
+    """The conversation of `owner` that `body` continues. Raises NotFound if it is not stored, and
+    UserError if it cannot be continued."""
     given, param = body.previous_response_id or "", "previous_response_id"
     if not store.is_enabled:
         raise UserError("this server stores no responses", param=param)
@@ -173,8 +174,6 @@ async def _with_references(
 
 
 class _Found(NamedTuple):
-    """Referenced items as JSON, by id."""
-
     items: dict[str, bytes]
     num_bytes: int
     """JSON bytes of the items, counted for each reference."""
@@ -186,7 +185,6 @@ class _Found(NamedTuple):
 
 
 def _find(ids: list[str], entries: list[StoredResponse]) -> _Found:
-    """The items of `entries` with `ids`. Raises NotFound, and UserError for too many bytes."""
     wanted, encoded = frozenset(ids), dict[str, msgspec.Raw]()
     for entry in entries:
         # Item ids contain the number of their response, so previous responses are not searched.

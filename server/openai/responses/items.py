@@ -26,9 +26,9 @@ PREFIXES = {
 }
 ROLES = ("user", "system", "developer", "assistant")
 _OURS = ("output_text",)
-"""Content part types of assistant messages, for errors."""
+"""Content part types of assistant messages."""
 _CONTENT = ("role", "content", "text")
-"""Fields of an item whose content the model sees."""
+"""Fields that may have content for the model."""
 _SHOWN = 40
 
 
@@ -38,7 +38,7 @@ def item_id(kind: str, number: str, place: str) -> str:
 
 
 def number_in(given_id: str) -> str | None:
-    """Number of the response in an item id; None for ids of other servers."""
+    """Number of the response in an item id; None if `given_id` has another form."""
     prefix, _, rest = given_id.partition("_")
     number, _, place = rest.partition("_")
     return number if prefix in PREFIXES.values() and number and place else None
@@ -133,16 +133,18 @@ def _message(item: Item, where: str, taken: tuple[str, ...]) -> Item:
         content = content or []
     if not isinstance(content, list):
         raise error_at_path(wrong_field(item, "content", where, "a string or a list of parts"))
-    if len(content) > MAX_PARTS:
-        raise error_at_path(
-            f"{where}.content has {len(content)} parts, at most {MAX_PARTS} are allowed"
-        )
+    _check_number(content, f"{where}.content")
     parts = [
         _part(part, f"{where}.content[{i}]", taken)
         for i, part in enumerate(content)
         if not (role == "assistant" and is_ignored_part(part))
     ]
     return {"role": role, "status": "completed", "content": parts}
+
+
+def _check_number(parts: list[object], where: str) -> None:
+    if len(parts) > MAX_PARTS:
+        raise error_at_path(f"{where} has {len(parts)} parts, at most {MAX_PARTS} are allowed")
 
 
 def _part(part: Any, where: str, taken: tuple[str, ...]) -> Item:
@@ -187,6 +189,7 @@ def _output(item: Item, where: str, taken: tuple[str, ...]) -> Item:
     if not isinstance(call_id, str) or not call_id:
         raise error_at_path(wrong_field(item, "call_id", where, "a string that is not empty"))
     if isinstance(output, list):
+        _check_number(output, f"{where}.output")
         output = [_part(part, f"{where}.output[{i}]", taken) for i, part in enumerate(output)]
     elif not isinstance(output, str):
         raise error_at_path(wrong_field(item, "output", where, "a string or a list of parts"))
@@ -201,6 +204,7 @@ def _reasoning(item: Item, where: str) -> Item:
             parts = [{"text": parts}]
         if not isinstance(parts, list):
             raise error_at_path(wrong_field(item, name, where, "a list of parts"))
+        _check_number(parts, f"{where}.{name}")
         texts = [part.get("text") for part in parts if isinstance(part, dict)]
         fields[name] = [{"type": kind, "text": text} for text in texts if isinstance(text, str)]
     if not fields["content"] and (text := hidden_reasoning(item.get("encrypted_content"))):

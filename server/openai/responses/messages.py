@@ -15,8 +15,8 @@ LEADING = ("system", "developer")
 def messages_of(items: Sequence[Item], instructions: str | None = None) -> list[Message]:
     """Convert validated `items` to chat messages. Consecutive reasoning, text and calls of the
     model, in this order, become a single message; text after a call is added to its message.
-    `instructions` and the leading system and developer messages, up to a message with an image, are
-    merged, since many templates accept only a single system message."""
+    `instructions` become a system message, merged with the leading system and developer messages up
+    to a message with an image, because many templates accept only a single system message."""
     outputs = ("function_call_output", "custom_tool_call_output")
     builder = _MessageBuilder({item["call_id"] for item in items if item["type"] in outputs})
     for item in items:
@@ -107,7 +107,6 @@ class _MessageBuilder:
         self.messages.append(message)
 
     def finish(self) -> list[Message]:
-        """Join the text pieces, and return the messages of all items."""
         self._end_assistant()
         return self.messages
 

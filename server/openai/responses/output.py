@@ -105,7 +105,7 @@ class ResponseOutput:
         return emitted
 
     def close(self, status: str) -> list[StreamEvent]:
-        """Close the open item with `status`."""
+        """Close the open item with `status`; returns its stream events."""
         output_item, self._open = self._open, None
         if output_item is None:
             return []
@@ -186,7 +186,6 @@ class ResponseOutput:
         return matched
 
     def _add_delta(self, kind: str, text: str) -> StreamEvent:
-        """A delta event for the open item."""
         assert self._open is not None
         self._open.texts.append(text)
         event = {"type": f"response.{kind}.delta", **self._item_ref(self._open)}

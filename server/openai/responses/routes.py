@@ -246,7 +246,6 @@ async def _read(
 
 
 def _entry(store: ResponseStore, request: Request, response_id: str) -> StoredResponse:
-    """The stored response. Raises NotFound if it is not stored for the request's API key."""
     return store.get(response_id, record_of(request.scope).owner)
 
 

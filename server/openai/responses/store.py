@@ -136,7 +136,7 @@ class RunningResponse(Protocol):
 
 @dataclass(slots=True)
 class StoredResponse:
-    """A stored response."""
+    """State of a response that clients can retrieve by id."""
 
     id: str
     owner: str

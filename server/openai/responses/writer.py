@@ -153,7 +153,6 @@ def _usage_of(job: ServingRequest) -> Fields:
 
 
 def _fields_of(job: ServingRequest, body: ResponseBody, *, is_stored: bool) -> Fields:
-    """Fields of a response that do not change while it is generated."""
     text, reasoning = body.text, body.reasoning
     return {
         "id": job.id,

@@ -297,8 +297,8 @@ class ChatBody(ChatPromptBody, GenerationBody):
         return self.last_text if self.continue_final_message else None
 
     def wants_reasoning(self, defaults: Mapping[str, Any]) -> bool:
-        """Whether the template enables reasoning: False if a template variable of the body or of
-        `defaults` disables it."""
+        """Whether the template enables reasoning: False if a template variable disables it (see
+        `template_variables`)."""
         variables = self.template_variables(defaults)
         return all(variables.get(name) is not False for name in ("enable_thinking", "thinking"))
 
@@ -336,8 +336,6 @@ def _text_of(message: Message) -> str:
 
 
 def _ignored_parts(messages: Any) -> Iterator[str]:
-    """Paths of ignored content parts and tool calls of assistant messages, for the header of
-    ignored fields."""
     for place, message in enumerate(messages if isinstance(messages, list) else ()):
         if isinstance(message, dict) and message.get("role") == "assistant":
             for field, is_ignored in (
@@ -349,8 +347,8 @@ def _ignored_parts(messages: Any) -> Iterator[str]:
 
 
 def check_messages(messages: list[Any], kinds: Collection[bytes] = ()) -> None:
-    """Raise UserError for messages that no template can render. Text is always accepted; images and
-    videos only if they are in `kinds`."""
+    """Raise UserError for invalid messages. Images and videos are accepted only if they are in
+    `kinds`."""
     if not messages:
         raise error_at_path("messages is an empty list, it must have at least 1 message")
     for index, message in enumerate(messages):

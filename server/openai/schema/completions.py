@@ -167,7 +167,6 @@ def _is_id(value: object) -> bool:
 
 
 def _unlike(where: str, value: object, wanted: str, name: str) -> UserError:
-    """The error for an entry whose type differs from the first entry of its list."""
     first = f"{where.rpartition('[')[0]}[0]"
     return _bad(f"{where} is {value_text(value)}, it must be {wanted} like {first}", name)
 

@@ -21,7 +21,7 @@ from server.openai.schema.generation import (
 from server.openai.schema.json_schema import OBJECT
 
 OUTER_FIELDS = ("model", "request_id", "stream", "stream_options", "cache_salt", "priority")
-"""Fields of the body that are not sampling parameters."""
+"""Fields of GenerateBody that are copied to the generation request."""
 
 
 class TokenBody(GenerationBody):

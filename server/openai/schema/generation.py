@@ -1,5 +1,4 @@
-"""Base classes of all request bodies: strict types, sampling fields, unsupported fields.
-config.params.sampling rejects values out of range."""
+"""Base classes of all request bodies: strict types, sampling fields, unsupported fields."""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -224,7 +223,7 @@ class GenerationBody(Body):
     return_tokens_as_token_ids: bool | None = None
 
     def check(self) -> None:
-        """Check fields against each other. Raises UserError."""
+        """Check what the field types do not check. Raises UserError."""
         if self.stream_options is not None and not self.stream:
             raise UserError(
                 "stream must be true if stream_options is set",

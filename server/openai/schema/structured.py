@@ -63,14 +63,15 @@ def place_of(field: str, response_format: Mapping[str, Any] | None) -> str:
 
 
 def spec_of_schema(field: str, schema: Mapping[str, Any]) -> GrammarSpec:
-    """The grammar of a JSON schema from `field`; errors name `field`."""
+    """The grammar of a JSON schema from `field`. Raises UserError, which names `field`."""
     spec = _spec_for(field, {"json": dict(schema)})
     assert spec is not None
     return spec
 
 
 def spec_of_tags(field: str, part: Mapping[str, Any]) -> GrammarSpec:
-    """The grammar of a structural tag from `field`; it may use special tokens."""
+    """The grammar of a structural tag from `field`; it may use special tokens. Raises UserError,
+    which names `field`."""
     requested = {"special_tokens": True, "format": dict(part)}
     spec = _spec_for(field, {"structural_tag": requested})
     assert spec is not None
@@ -131,7 +132,6 @@ def _bad_field(parent: Mapping[str, object], field: str, where: str, wanted: str
 
 
 def _spec_for(field: str, requested: Mapping[str, Any]) -> GrammarSpec | None:
-    """Call `grammar_spec`; errors name the first component of the path `field`."""
     try:
         return grammar_spec(requested, field)
     except UserError as error:

@@ -36,8 +36,8 @@ class ReasoningFormat:
     """Whether calls are separate messages, so that call markup inside reasoning is only a
     quotation."""
     header: re.Pattern[str] | None = None
-    """Pattern of the header at the start of an answer and after `header_tag`, which is dropped. It
-    is matched against the text up to the next `<|`."""
+    """Pattern of the header at the start of an answer and after `header_tag`. The header is
+    dropped. The pattern is matched against the text up to the next `<|`."""
     header_tag: str = ""
 
     @property
@@ -47,7 +47,8 @@ class ReasoningFormat:
 
     @property
     def stray_end_tags(self) -> tuple[str, ...]:
-        """End tags that are dropped at the start of an answer. Phrases are not dropped."""
+        """End tags that are dropped at the start of the answer and after the reasoning. Phrases are
+        not dropped."""
         return tuple(tag for tag in self.end_tags if not tag[0].isalpha())
 
     def starts_in_reasoning(self, prompt: str) -> bool:
@@ -180,7 +181,6 @@ class ReasoningTagParser(ReasoningParser):
         yield from source.skip_whitespace()
 
     def _skip_header(self, tag: str) -> Steps[None]:
-        """Skip the header after `tag`, if any."""
         form, source = self._form, self._source
         if form.header is None or tag != form.header_tag:
             return

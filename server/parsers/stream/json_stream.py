@@ -155,7 +155,7 @@ def read_members(
 
     def read_member(is_first: bool) -> Steps[None]:
         key = yield from read_key()
-        sink(f"{'' if is_first else ', '}{quoted(key)}: ")
+        sink(f"{'' if is_first else ', '}{to_json(key)}: ")
         yield from read_entry(key)
 
     sink("{")
@@ -166,7 +166,7 @@ def read_members(
 
 
 def object_of(text: str) -> str | None:
-    """`text` as a JSON object if `read_value` accepts it as an object, otherwise None."""
+    """`text` as a JSON object if `value_of` accepts it as an object, otherwise None."""
     value = value_of(text.strip(WHITESPACE))
     return value if value is not None and value.startswith("{") else None
 
@@ -198,7 +198,7 @@ def _strict_value_of(text: str) -> str | None:
         pass
     try:
         value = json.loads(text, strict=False, parse_constant=_no_constant)
-        return json.dumps(value, allow_nan=False)
+        return to_json(value)
     except (ValueError, RecursionError):
         return None
 
@@ -208,6 +208,7 @@ def _no_constant(name: str) -> None:
     raise ValueError(name)
 
 
-def quoted(text: str) -> str:
-    """`text` as a JSON string; lone surrogates become `?`."""
-    return json.dumps(text.encode("utf-8", "replace").decode(), ensure_ascii=False)
+def to_json(value: object) -> str:
+    """`value` as JSON; lone surrogates become `?`. Raises ValueError for NaN and infinity."""
+    text = json.dumps(value, allow_nan=False, ensure_ascii=False)
+    return text.encode("utf-8", "replace").decode()

@@ -9,8 +9,8 @@ from server.parsers.stream.json_stream import (
     MAX_DEPTH,
     MAX_LENIENT_CHARACTERS,
     MAX_SCALAR_CHARACTERS,
-    quoted,
     read_separated,
+    to_json,
 )
 from server.parsers.stream.text_stream import (
     MAX_BLANKS,
@@ -95,7 +95,7 @@ def _read_items(source: Source, sink: Sink, depth: int) -> Steps[None]:
             return
         yield from source.expect(":")
         yield from source.skip_whitespace()
-        name = key if key.startswith('"') else quoted(key)
+        name = key if key.startswith('"') else to_json(key)
         sink(f"{'' if is_first else ', '}{name}: ")
         yield from read_literal(source, sink, depth + 1, ends_value)
 
@@ -116,7 +116,7 @@ def _read_string(source: Source, sink: Sink, ends: Ends) -> Steps[None]:
     plain = re.compile(rf"[^\\{quote}]+")
 
     def take(piece: str) -> None:
-        sink(quoted(piece)[1:-1])
+        sink(to_json(piece)[1:-1])
 
     while True:
         source.take_run(plain, take)

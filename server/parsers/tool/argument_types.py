@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from server.parsers.stream.json_stream import quoted, value_of
+from server.parsers.stream.json_stream import to_json, value_of
 from server.parsers.stream.python_stream import literal_of
 
 MAX_SCHEMA_NODES = 1000
@@ -65,7 +65,6 @@ class NestedSchema:
 
 
 def _property(name: str, schema: Mapping[str, Any]) -> Any:
-    """Subschema of property `name` directly in `schema`; None if there is none."""
     properties, others = schema.get("properties"), schema.get("additionalProperties")
     if isinstance(properties, dict) and name in properties:
         return properties[name]
@@ -73,7 +72,6 @@ def _property(name: str, schema: Mapping[str, Any]) -> Any:
 
 
 def _items(schema: Mapping[str, Any]) -> Any:
-    """Subschema of the items directly in `schema`; None if there is none."""
     return schema["items"] if isinstance(schema.get("items"), dict) else None
 
 
@@ -119,8 +117,8 @@ class SharedTypes:
 
 
 def num_keywords(schema: Mapping[str, Any], root: Mapping[str, Any]) -> int:
-    """Upper bound on the keywords that `referenced` copies for `schema`, including entries of
-    lists. A $ref counts as several keywords, depending on its length."""
+    """Upper bound on the keywords that `referenced` copies for `schema`, plus the entries of lists.
+    A long $ref counts as several keywords."""
     count = 0
     current: Any = schema
     for _ in range(MAX_SCHEMA_DEPTH):
@@ -138,7 +136,6 @@ def num_keywords(schema: Mapping[str, Any], root: Mapping[str, Any]) -> int:
 
 
 def _reference_nodes(reference: str) -> int:
-    """Cost of resolving `reference`, in subschemas."""
     return min(len(reference), MAX_REFERENCE_CHARACTERS) // CHARACTERS_PER_NODE
 
 
@@ -161,7 +158,6 @@ class _Search:
         return self.num_nodes > MAX_SCHEMA_NODES
 
     def types_of(self, name: str, schema: Any) -> frozenset[str]:
-        """The types that `schema` allows for property `name` (see the function `types_of`)."""
         types = self.types(self.composed(schema, partial(_property, name), 0), 0)
         if self.is_exhausted:
             return frozenset((ANY_TYPE,))
@@ -207,8 +203,9 @@ class _Search:
         return self.all_of(iter(found))
 
     def all_of(self, found: "Iterator[frozenset[str] | None]") -> frozenset[str] | None:
-        """The intersection of the sets in `found`, without None entries; None if all are None. A
-        set that contradicts the earlier sets is ignored."""
+        """The intersection of the sets in `found`, in which integer is a kind of number; None if
+        all entries are None. None, ANY_TYPE, and a set that contradicts the earlier sets do not
+        restrict the result."""
         allowed: frozenset[str] | None = None
         for types in found:
             if types is None or (ANY_TYPE in types and allowed is not None):
@@ -250,7 +247,8 @@ def _num_nodes(schema: Any) -> int:
 
 
 def _target(reference: str, root: Mapping[str, Any]) -> Any:
-    """Target of a JSON pointer in the same document; None if it does not exist, and for anchors."""
+    """The object in `root` that the JSON pointer `reference` names; None if it does not exist, and
+    for anchors."""
     if len(reference) > MAX_REFERENCE_CHARACTERS:
         return None
     if reference != "#" and not reference.startswith("#/"):
@@ -305,14 +303,14 @@ def cast(text: str, types: frozenset[str]) -> str:
     if "null" in types and bare.lower() == "null":
         bare = "null"
     if bare[:1] == '"' and "string" in types:
-        return quoted(text)
+        return to_json(text)
     value = value_of(bare)
     if value is None and types & _NUMBERS and "string" not in types:
         value = _without_leading_zeros(bare)
     if value is None and types & _CONTAINERS and "string" not in types:
         value = literal_of(bare) if bare[:1] in ("[", "(", "{") else None
     if value is None or ("string" in types and not _fits(value, types)):
-        return quoted(text)
+        return to_json(text)
     return value
 
 

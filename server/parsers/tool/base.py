@@ -81,8 +81,8 @@ class ToolCallFormat(ToolCallReader):
 
 class ToolCallParser(StreamParser):
     """Parser for the calls of a format. Text that is not a call stays text, except for ignored
-    markers, empty blocks of tags, and text between the calls of a section. Arguments that cannot
-    be parsed are emitted unchanged."""
+    markers, end tags after a call, empty blocks of tags, and text between the calls of a section.
+    Arguments that cannot be parsed are emitted unchanged."""
 
     def __init__(self, reader: ToolCallReader, tools: Tools) -> None:
         super().__init__()
@@ -199,7 +199,6 @@ class ToolCallParser(StreamParser):
         return False
 
     def _read_raw_arguments(self) -> Steps[None]:
-        """Emit the rest of arguments that cannot be parsed."""
         reader, source, output = self._reader, self._source, self._output
         yield from source.read_until(
             (*reader.ends, *reader.markers), output.add_arguments, leave=True

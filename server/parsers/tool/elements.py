@@ -6,7 +6,7 @@ from typing import Any
 
 from server.parsers.kinds import ParserKind, by_name
 from server.parsers.stream.base import EventBuffer, Tools
-from server.parsers.stream.json_stream import MAX_DEPTH, quoted
+from server.parsers.stream.json_stream import MAX_DEPTH, to_json
 from server.parsers.stream.text_stream import ParseError, Sink, Source, Steps, UnexpectedEnd
 from server.parsers.tool.argument_types import (
     ANY_TYPE,
@@ -101,16 +101,15 @@ class Elements(ToolCallFormat):
     def _read_arguments(
         self, source: Source, output: EventBuffer, schema: NestedSchema, between: list[str]
     ) -> Steps[None]:
-        """Read the arguments, and the tag that ends the call."""
         output.add_arguments("{")
         num_keys = 0
         while key := (yield from self._next_key(source, between, num_keys)):
-            output.add_arguments(f"{', ' if num_keys else ''}{quoted(key)}: ")
+            output.add_arguments(f"{', ' if num_keys else ''}{to_json(key)}: ")
             num_keys += 1
             if schema.types_of(key) == TEXT:
                 output.add_arguments('"')
                 yield from self._read_text(
-                    source, key, lambda piece: output.add_arguments(quoted(piece)[1:-1])
+                    source, key, lambda piece: output.add_arguments(to_json(piece)[1:-1])
                 )
                 output.add_arguments('"')
             else:
@@ -136,7 +135,6 @@ class Elements(ToolCallFormat):
                 return tag
 
     def _ends_call(self, source: Source) -> Steps[bool]:
-        """Whether a tag that ends the call comes next."""
         ends = (self.call_end, self.section_end, self.opening)
         return bool((yield from source.peek_word(*ends)))
 
@@ -152,7 +150,6 @@ class Elements(ToolCallFormat):
         return tag[1:].strip() if is_tag else ""
 
     def _take_tag(self, source: Source, tag: str) -> Steps[None]:
-        """Consume the namespace and the following tag, if any."""
         source.take(len(self.namespace))
         if tag:
             yield from source.collect_until((">",), most=MAX_NAME_CHARACTERS)
@@ -240,7 +237,6 @@ class Elements(ToolCallFormat):
         return ToolCallGrammar(by_marker, self.ignored_markers)
 
     def _call(self, name: str, schema: Mapping[str, Any] | None, shared: SharedTypes) -> Part:
-        """Grammar for a call after `opening`."""
         check_name(name, name, (">",))
         gap = regex("\\n?")
         if schema is None:
@@ -290,7 +286,7 @@ def _joined(elements: list[tuple[str, str]], types: frozenset[str]) -> str:
     for name, value in elements:
         values.setdefault(name, []).append(value)
     members = [
-        f"{quoted(name)}: {found[0] if len(found) == 1 else '[' + ', '.join(found) + ']'}"
+        f"{to_json(name)}: {found[0] if len(found) == 1 else '[' + ', '.join(found) + ']'}"
         for name, found in values.items()
     ]
     return "{" + ", ".join(members) + "}"

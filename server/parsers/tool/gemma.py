@@ -9,10 +9,10 @@ from server.parsers.stream.base import EventBuffer, Tools
 from server.parsers.stream.json_stream import (
     MAX_DEPTH,
     MAX_SCALAR_CHARACTERS,
-    quoted,
     read_members,
     read_separated,
     read_string,
+    to_json,
 )
 from server.parsers.stream.text_stream import ParseError, Sink, Source, Steps, UnexpectedEnd
 from server.parsers.tool.argument_types import cast, types_of
@@ -89,7 +89,7 @@ class Gemma(ToolCallFormat):
             sink('"')
             stops = (self.quote, *self.ends)
             word = yield from source.read_until(
-                stops, lambda piece: sink(quoted(piece)[1:-1]), leave=True
+                stops, lambda piece: sink(to_json(piece)[1:-1]), leave=True
             )
             if not word:
                 raise UnexpectedEnd

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from server.parsers.kinds import ParserKind, by_name
 from server.parsers.stream.base import EventBuffer, Tools
-from server.parsers.stream.json_stream import object_of, read_short_string, read_value
+from server.parsers.stream.json_stream import object_of, read_short_string, read_value, to_json
 from server.parsers.stream.text_stream import ParseError, Sink, Source, Steps
 from server.parsers.tool.base import (
     MAX_NAME_CHARACTERS,
@@ -147,7 +147,7 @@ def read_arguments(source: Source, sink: Sink, ends: tuple[str, ...] = ()) -> St
 def read_calls(
     source: Source, output: EventBuffer, allowed: Tools | None = None, ends: tuple[str, ...] = ()
 ) -> Steps[None]:
-    """Read a call as an object, or a list of such calls."""
+    """Read a call as an object, or a list of such calls. Raises ParseError."""
     if (yield from source.peek()) != "[":
         yield from read_object_call(source, output, allowed, ends)
         return
@@ -171,7 +171,7 @@ def read_named_call(
     call_id: str | None = None,
     ends: tuple[str, ...] = (),
 ) -> Steps[None]:
-    """Read a call to `name`, followed by its arguments as an object."""
+    """Read the arguments of a call to `name`, an object. Raises ParseError."""
     if (yield from source.peek()) != "{":
         raise ParseError
     output.start_call(name, call_id)
@@ -182,7 +182,7 @@ def read_named_call(
 
 def read_call_block(source: Source, output: EventBuffer, ends: tuple[str, ...]) -> Steps[bool]:
     """Read calls in JSON that the model wrote inside the tags of a non-JSON format. Returns False
-    if there is no JSON."""
+    if there is no JSON. Raises ParseError."""
     if not (yield from source.peek_word("{", "[")):
         return False
     yield from read_calls(source, output, None, ends)
@@ -196,7 +196,8 @@ def read_inner_arguments(
 ) -> Steps[bool]:
     """Read all arguments as an object that the model wrote inside the tags of a non-JSON format. It
     is emitted only at its end, because the model may have wrapped the arguments in another object.
-    Returns False if there is no object. `parameters`: names of the function's parameters."""
+    Returns False if there is no object. Raises ParseError after emitting the part that it has read.
+    `parameters`: names of the function's parameters."""
     if not (yield from source.peek_word("{")):
         return False
     pieces: list[str] = []
@@ -211,14 +212,14 @@ def read_inner_arguments(
     if len(wrappers) == 1 and values.keys() <= {*wrappers, *NAMES}:
         (wrapper,) = wrappers
         if wrapper not in parameters and isinstance(values[wrapper], dict):
-            text = json.dumps(values[wrapper])
+            text = to_json(values[wrapper])
     output.add_arguments(text)
     return True
 
 
 def collect_name(source: Source, separator: str, reader: ToolCallReader) -> Steps[str]:
     """Consume the text up to `separator`, and `separator`; returns the text. Raises ParseError if
-    another tag comes first or the text is too long."""
+    another tag or the end of the text comes first, or if the text is too long."""
     tags = (separator, *reader.markers, *reader.ignored_markers)
     name = yield from source.collect_until(tags, most=MAX_NAME_CHARACTERS, leave=True)
     if not (yield from source.accept(separator)):

@@ -272,7 +272,8 @@ class ToolCallGrammar:
         return result
 
     def part_beside(self, form: Part, *, is_parallel: bool) -> Part | None:
-        """Grammar for either `form` or only calls; None if calls may start without a marker."""
+        """Grammar for either `form` or only calls; None if calls may start without a marker or are
+        not embedded in text."""
         if self.bare is not None or not self.by_marker:
             return None
         calls = any_of(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from server.parsers.stream.base import EventBuffer, Tools
-from server.parsers.stream.json_stream import object_of, quoted, value_of
+from server.parsers.stream.json_stream import object_of, to_json, value_of
 from server.parsers.stream.text_stream import ParseError, Sink, Source, Steps, UnexpectedEnd
 from server.parsers.tool.argument_types import (
     ANNOTATIONS,
@@ -100,7 +100,6 @@ class Tags(ToolCallFormat):
 
     @property
     def _after_call(self) -> tuple[str, ...]:
-        """Tags that can follow a call."""
         ends = (self.section_end, self.opening, *self.markers, *self.ignored_markers)
         return tuple(dict.fromkeys(tag for tag in ends if tag))
 
@@ -172,7 +171,6 @@ class Tags(ToolCallFormat):
     def _read_arguments(
         self, source: Source, output: EventBuffer, arguments: "_Arguments", between: list[str]
     ) -> Steps[None]:
-        """Read the arguments, and the tag that ends the call."""
         output.add_arguments("{")
         while True:
             between.append((yield from source.skip_whitespace()))
@@ -240,7 +238,7 @@ class Tags(ToolCallFormat):
         if is_text and types <= TEXT and not arguments.is_wrapper(key):
             arguments.add(key, '"')
             yield from self._read_raw(
-                source, arguments, key, lambda piece: arguments.more(quoted(piece)[1:-1])
+                source, arguments, key, lambda piece: arguments.more(to_json(piece)[1:-1])
             )
             arguments.more('"')
             return
@@ -308,7 +306,6 @@ class Tags(ToolCallFormat):
             take(source.take(len(word)))
 
     def _ends_value(self, source: Source, word: str, arguments: "_Arguments") -> Steps[bool]:
-        """Whether `word`, which comes next, ends the value."""
         if word == self.key:
             key = yield from source.peek_until((self.key_end,), len(word), MAX_NAME_CHARACTERS)
             return key is not None and arguments.expects(key.strip(QUOTES_AND_BLANKS))
@@ -333,8 +330,6 @@ class Tags(ToolCallFormat):
 
 
 class _Arguments:
-    """Writer of the arguments of a call."""
-
     def __init__(self, output: EventBuffer, schema: Mapping[str, Any]) -> None:
         self._output = output
         self._schema = schema
@@ -352,7 +347,6 @@ class _Arguments:
         return types_of(self._schema, key)
 
     def expects(self, key: str) -> bool:
-        """Whether an argument `key` can follow."""
         if key in self._keys or not key.isprintable() or "<" in key:
             return False
         return key in self.names if self.names else IDENTIFIER.fullmatch(key) is not None
@@ -376,7 +370,6 @@ class _Arguments:
         self._add(key, value)
 
     def more(self, piece: str) -> None:
-        """Append to the last value."""
         self._output.add_arguments(piece)
 
     def end(self) -> None:
@@ -393,11 +386,10 @@ class _Arguments:
     def _add(self, key: str, value: str) -> None:
         comma = ", " if self._keys else ""
         self._keys.add(key)
-        self._output.add_arguments(f"{comma}{json.dumps(key)}: {value}")
+        self._output.add_arguments(f"{comma}{to_json(key)}: {value}")
 
 
 def _call(family: Tags, name: str, schema: Mapping[str, Any] | None, shared: SharedTypes) -> Part:
-    """Grammar for a call after the opening tag."""
     check_name(name, name, family.name_end)
     quote = '"' if family.opening.endswith("name=") else ""
     head = literal(f"{quote}{name}{quote}{family.name_end[0]}")
@@ -431,7 +423,6 @@ def _argument(family: Tags, function: str, argument: Argument, shared: SharedTyp
 
 
 def _value(family: Tags, function: str, argument: Argument, shared: SharedTypes) -> list[Part]:
-    """Grammar for a value and the tag after it."""
     schema, as_json = argument.schema, argument.as_json
     is_plain = is_plain_text(schema)
     if family.attributes is not None:
@@ -443,7 +434,6 @@ def _value(family: Tags, function: str, argument: Argument, shared: SharedTypes)
 
 
 def _attributes(attributes: Attributes | None, *, is_text: bool) -> list[Part]:
-    """Grammar for the attributes of a value and the end of the tag."""
     if attributes is None:
         return []
     return [regex(attributes.text if is_text else attributes.other), literal(attributes.end)]

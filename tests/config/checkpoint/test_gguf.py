@@ -1,12 +1,15 @@
 """GGUF files become Hugging Face folders with the same weights, settings and tokens."""
 
+import fcntl
 import json
 import math
 import multiprocessing
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -22,12 +25,14 @@ from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from config.checkpoint import gguf
 from config.checkpoint.gguf import converted
 from config.checkpoint.gguf_metadata import open_gguf
 from config.checkpoint.gguf_tokenizer import byte_alphabet, tokenizer_files
 from config.checkpoint.gguf_weights import to_bfloat16
 from config.errors import ConfigError
 from config.model.read_config import read_model_config
+from config.owned_directory import LOCK
 
 
 def _convert(source: Path, dtype: str = "float32") -> Path:
@@ -42,10 +47,6 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "no files": lambda folder: [file.unlink() for file in folder.iterdir()],
     "half the sizes": lambda folder: os.truncate(folder / ".sizes.json", 20),
     "a file instead": lambda folder: (shutil.rmtree(folder), folder.write_text("")),
-    "a file of a killed conversion": lambda folder: (
-        shutil.rmtree(folder),
-        folder.with_name(f"{folder.name}.partial").write_text(""),
-    ),
 }
 
 
@@ -58,6 +59,52 @@ def test_a_damaged_copy_is_converted_again(name: str, tmp_path: Path) -> None:
 
     assert _convert(source) == folder
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == contents
+
+
+@contextmanager
+def _held(folder: Path) -> Iterator[int]:
+    """Descriptor of the locked lock file of `folder`, which is not converted any more."""
+    shutil.rmtree(folder)
+    with folder.with_name(f"{folder.name}.lock").open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield file.fileno()
+
+
+def test_a_conversion_does_not_wait_for_a_process_that_has_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = write_gguf(tmp_path / "tiny.gguf")
+    folder = _convert(source)
+    monkeypatch.setattr(gguf, "_STUCK_S", 0.5)
+
+    with _held(folder):
+        assert _convert(source) == folder
+
+    assert (folder / "model.safetensors").is_file()
+    assert "has stopped for 0.5 s: it is converted here, too" in caplog.text
+
+
+def test_a_conversion_waits_for_a_process_that_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write_gguf(tmp_path / "tiny.gguf")
+    folder = _convert(source)
+    monkeypatch.setattr(gguf, "_STUCK_S", 10.0)
+    events = []
+
+    def convert() -> None:
+        events.append("converted" if _convert(source) == folder else "wrong")
+
+    with _held(folder) as lock:
+        waiting = Thread(target=convert)
+        waiting.start()
+        for _ in range(20):
+            os.utime(lock)
+            waiting.join(0.05)
+        events.append("released")
+    waiting.join()
+
+    assert events == ["released", "converted"]
 
 
 def test_a_copy_of_an_earlier_version_is_kept(tmp_path: Path) -> None:
@@ -416,13 +463,15 @@ def test_a_second_start_finds_the_copy_and_a_changed_file_makes_a_new_copy(tmp_p
 def test_remains_of_a_killed_conversion_are_removed(tmp_path: Path) -> None:
     source = write_gguf(tmp_path / "m.gguf")
     folder = _convert(source)
-    partial = folder.with_name(f"{folder.name}.partial")
-    folder.rename(partial)
-    (partial / "model.safetensors").write_bytes(b"half")
+    of_dead_process = folder.with_name(".converting-x")
+    of_dead_process.mkdir()
+    (of_dead_process / LOCK).touch()
+    folder.rename(of_dead_process / "model")
+    (of_dead_process / "model" / "model.safetensors").write_bytes(b"half")
 
     again = _convert(source)
 
-    assert again == folder and not partial.exists()
+    assert again == folder and not of_dead_process.exists()
     assert len(_tensors(folder)) == 2 + 2 * 9
 
 

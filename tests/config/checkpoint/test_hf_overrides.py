@@ -127,7 +127,7 @@ def test_model_part_configs_are_merged_and_other_objects_replaced() -> None:
 @pytest.mark.parametrize("text", ["{", "[1]", "5", "null"])
 def test_overrides_other_than_an_object_are_refused(text: str, folder: Path) -> None:
     with pytest.raises(
-        ConfigError, match=r"--hf-overrides is .*, (it must be a JSON object|which is not JSON)"
+        ConfigError, match=r"--hf-overrides is .*, (it must be a JSON object|which is not JSON: )"
     ):
         resolve(str(folder), hf_overrides=text)
 

@@ -11,6 +11,7 @@ from waits import until
 
 from benchmarks.router import RoundRobin, Traffic, simulate
 from config.errors import ConfigError, EngineDied, Overloaded, UserError
+from config.lora.info import LoRAInfo
 from engine.client.base import CAUSE_GRACE_S, SingleEngineClient
 from engine.client.queue_limits import QueueLimits
 from engine.client.router import (
@@ -35,8 +36,11 @@ from engine.transport.messages import (
     AWAKE,
     BACKGROUND_WARMUP,
     FALLING_ASLEEP,
+    LOAD_ADAPTER,
     SLEEP,
+    UNLOAD_ADAPTER,
     Abort,
+    Adapters,
     AddRequest,
     Control,
     EngineStats,
@@ -446,6 +450,122 @@ async def test_a_prefix_cache_reset_also_resets_the_router() -> None:
     router.add(request_of(chat(1, 64), asking(1)))
 
     assert [len(engine.added) for engine in engines] == [1, 1]
+
+
+class AdapterEngine(FakeEngine):
+    """Loads and unloads adapters like an engine, whose `configured` adapters come with its
+    start."""
+
+    def __init__(self, engine: int, limits: QueueLimits, *configured: LoRAInfo) -> None:
+        super().__init__(engine, limits)
+        self.configured = {info.name: info for info in configured}
+        self.has: dict[str, LoRAInfo] = {}
+        self.dies_before_answer = False
+
+    async def start(self) -> None:
+        self.has = dict(self.configured)
+        self.says(Adapters([*self.has.values()]))
+        await super().start()
+
+    def _send(self, message: ToEngine) -> bool:
+        if not isinstance(message, Control) or message.name not in (LOAD_ADAPTER, UNLOAD_ADAPTER):
+            return super()._send(message)
+        if self.dies_before_answer:
+            self._lose(Failure("killed", is_external=True))
+            return True
+        error = None
+        if message.name == LOAD_ADAPTER:
+            named = message.arguments["adapter"]
+            self.has[named.name] = LoRAInfo(named.name, named.path, named.path, 4, 8)
+        elif self.has.pop(message.arguments["lora_name"], None) is None:
+            error = "there is no adapter of this name"
+        self.says(Adapters([*self.has.values()]))
+        self.says(Reply(message.call, error=error, is_refusal=error is not None))
+        return True
+
+
+async def with_adapters(*configured: LoRAInfo) -> tuple[RouterClient, list[AdapterEngine]]:
+    limits = QueueLimits(max_requests=100, max_prompt_tokens=1_000_000)
+    engines = [AdapterEngine(engine, limits, *configured) for engine in range(2)]
+    router = RouterClient(engines)
+    await router.start()
+    await router.wait_ready()
+    router.resume(Restorations())
+    return router, engines
+
+
+async def restarted(engine: AdapterEngine) -> None:
+    await engine.start()
+    await until(lambda: engine.is_alive)
+
+
+def adapter(name: str, path: str = "") -> LoRAInfo:
+    return LoRAInfo(name, path or f"/{name}", path or f"/{name}", 4, 8)
+
+
+async def test_adapters_that_change_during_a_restart_are_the_same_on_all_engines_after_it() -> None:
+    router, (first, second) = await with_adapters(adapter("own"))
+    await router.control(LOAD_ADAPTER, adapter=adapter("old").named)
+    first._lose(Failure("killed", is_external=True))
+
+    await router.control(LOAD_ADAPTER, adapter=adapter("new").named)
+    await router.control(UNLOAD_ADAPTER, lora_name="old")
+    await router.control(UNLOAD_ADAPTER, lora_name="own")
+    meanwhile = set(router.adapters)
+    await restarted(first)
+
+    assert meanwhile == set(router.adapters) == {"new"}
+    assert first.has == second.has == {"new": adapter("new")}
+
+
+async def test_after_all_engines_died_the_first_restored_engine_has_all_adapters() -> None:
+    router, (first, second) = await with_adapters()
+    first._lose(Failure("killed", is_external=True))
+    await router.control(LOAD_ADAPTER, adapter=adapter("new").named)
+    second._lose(Failure("killed too", is_external=True))
+    meanwhile = set(router.adapters)
+    await restarted(first)
+
+    assert meanwhile == set(router.adapters) == set(first.has) == {"new"}
+
+
+async def test_an_adapter_whose_load_killed_an_engine_is_loaded_by_the_next_engine() -> None:
+    router, (first, second) = await with_adapters()
+    first.dies_before_answer = True
+    await router.control(LOAD_ADAPTER, adapter=adapter("new").named)
+    first.dies_before_answer = False
+    await restarted(first)
+
+    assert set(router.adapters) == set(first.has) == set(second.has) == {"new"}
+
+
+async def test_an_adapter_that_a_single_engine_has_can_be_loaded_and_unloaded() -> None:
+    router, (first, second) = await with_adapters()
+    for has_extra in (first, second):
+        await has_extra.control(LOAD_ADAPTER, adapter=adapter("extra").named)
+        assert not router.adapters
+        await router.control(LOAD_ADAPTER, adapter=adapter("extra").named)
+        assert set(router.adapters) == {"extra"}
+        await first.control(UNLOAD_ADAPTER, lora_name="extra")
+        await router.control(UNLOAD_ADAPTER, lora_name="extra")
+        assert not first.has and not second.has
+    with pytest.raises(UserError, match="there is no adapter"):
+        await router.control(UNLOAD_ADAPTER, lora_name="extra")
+
+
+async def test_a_restarted_engine_unloads_its_own_adapters_that_were_unloaded_or_replaced() -> None:
+    router, (first, second) = await with_adapters(adapter("a"), adapter("b"))
+    for name in ("a", "b"):
+        await router.control(UNLOAD_ADAPTER, lora_name=name)
+    await router.control(LOAD_ADAPTER, adapter=adapter("b", "/other").named)
+    for engine in (first, second):
+        engine._lose(Failure("killed", is_external=True))
+    assert router.adapters["b"].content == "/other"
+
+    await restarted(first)
+    await restarted(second)
+
+    assert first.has == second.has == {"b": adapter("b", "/other")}
 
 
 def test_four_engines_hit_nearly_as_many_prefixes_as_a_single_engine_with_all_blocks() -> None:

@@ -1,9 +1,12 @@
 """A worker's main loop, in a thread, with a device that finishes a step on command."""
 
 import contextlib
+import os
+import subprocess
 import threading
 import time
 from collections import deque
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +14,7 @@ from engine_rig import counting_config
 from waits import WAIT_S
 
 from engine.executors import worker_main as child
+from engine.process.child_process import PARENT_DIED, python_command, write_orders
 from engine.transport.channels import Waiter, ZmqContext, endpoint
 from hpu.protocol import (
     SINGLE_RANK,
@@ -164,3 +168,21 @@ def _next(line: Any) -> Any:
     rank, message = line.receive()
     assert rank == 0
     return message
+
+
+def test_a_worker_whose_parent_dies_while_it_imports_torch_ends(tmp_path: Path) -> None:
+    slow = "import time; print('importing', flush=True); time.sleep(600)"
+    (tmp_path / "torch.py").write_text(slow)
+    with subprocess.Popen(
+        python_command("engine.executors.worker_main", "worker"),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    ) as worker:
+        assert worker.stdin is not None and worker.stdout is not None
+        write_orders(worker.stdin.fileno(), child.WorkerOrders(counting_config(), "", "", "token"))
+        assert worker.stdout.readline() == b"importing\n"
+
+        worker.stdin.close()
+
+        assert worker.wait(WAIT_S) == PARENT_DIED

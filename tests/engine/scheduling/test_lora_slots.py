@@ -236,10 +236,24 @@ def test_a_request_gets_the_host_memory_of_a_load_whose_requests_were_aborted(
 def test_registering_a_loaded_name_and_unregistering_an_unknown_name_are_refused() -> None:
     slots = make(names="a")
 
-    with pytest.raises(UserError, match="a is loaded already"):
+    with pytest.raises(UserError, match="a is loaded already, with other files"):
         slots.register(LoRAInfo("a", "/x", "hash-x", 4, 100))
+    slots.register(LoRAInfo("a", "/x", "hash-a", 4, 100))
     with pytest.raises(UserError, match="there is no adapter z"):
         slots.unregister("z")
+
+
+def test_an_adapter_with_two_names_is_read_from_the_files_of_the_name_that_is_left() -> None:
+    slots = make(names="")
+    slots.register(LoRAInfo("first", "/first", "hash-a", 4, 100))
+    slots.register(LoRAInfo("second", "/second", "hash-a", 4, 100))
+    slots.unregister("first")
+    slots.add_request(request(1, "a"))
+
+    (message,) = slots.take_messages()
+
+    assert isinstance(message, LoadAdapter)
+    assert (message.path, message.name) == ("/second", "second")
 
 
 def test_a_failed_load_is_tried_again_by_the_next_request() -> None:

@@ -12,13 +12,15 @@ import pytest
 import torch
 from tiny_encoders import Reader, make_pooling
 from tiny_models import make_tiny
+from torch import nn
 from torch._dynamo.utils import clear_compilation_metrics, get_compilation_metrics
 from two_prompts import LIMITS, random_traffic
 from worker_rig import WorkerRig
 
 from config.buckets import BucketConfig, Range
-from config.engine import SchedulerConfig
+from config.engine import EngineConfig, SchedulerConfig
 from config.execution import EmulatorSettings, ExecutionConfig, WarmupConfig
+from hpu.backends.select import select_backend
 from hpu.runner.model_runner import ModelRunner
 
 TABLE = BucketConfig(
@@ -128,6 +130,25 @@ def test_all_layers_share_their_graphs(tmp_path: Path) -> None:
             traces.append(counted()[0])
 
     assert traces[0] == traces[1]
+
+
+@pytest.mark.parametrize("whole_graphs", [True, False])
+def test_modules_of_torch_itself_are_compiled(whole_graphs: bool) -> None:
+    """transformers' own code has such modules beside its layers, for example in GPT-NeoX."""
+    execution = ExecutionConfig(mode="torch-compile", compile_fullgraph=whole_graphs)
+    backend = select_backend(EngineConfig("m", device="hpu-emulator", execution=execution))
+    model = nn.Sequential(nn.Embedding(4, 8), nn.LayerNorm(8), nn.Dropout()).eval()
+    expected = model(torch.tensor([1, 3]))
+
+    prepared = backend.prepare(model.to(backend.device))
+    tokens = torch.tensor([1, 3]).to(backend.device)
+    before = eager_ops()
+    with torch.inference_mode():
+        found = prepared(tokens)
+
+    assert counted()[0] > 0 and eager_ops() == before
+    assert torch.equal(found.cpu(), expected)
+    backend.close()
 
 
 def test_without_guards_a_warm_server_runs_and_a_new_shape_is_an_error(tmp_path: Path) -> None:

@@ -20,6 +20,8 @@ from hpu.ops.block_softmax import REFERENCES, Blocks
 from hpu.ops.products import Matmul
 
 BFLOAT16 = torch.bfloat16
+WITH_WINDOWS = "1.23.0"
+"""The first release whose attention has a window and a sink."""
 
 
 def _hpu() -> Any:
@@ -128,7 +130,7 @@ def test_maxima_of_float32_softmax_are_float32(mode: str) -> None:
 
 
 def test_attention_operators_take_the_window_and_the_sink_of_later_releases() -> None:
-    with emulated():
+    with emulated(release=WITH_WINDOWS):
         given = _ones(1, 2, 4, 8, dtype=BFLOAT16)
         before = (given, given, given, None, 0.0, 1.0, False, False, "fast")
         after = (None, "right", (-1, -1), None)
@@ -139,7 +141,7 @@ def test_attention_operators_take_the_window_and_the_sink_of_later_releases() ->
 
 
 def test_a_window_hides_keys_before_it() -> None:
-    with emulated():
+    with emulated(release=WITH_WINDOWS):
         query = _ones(1, 1, 4, 8)
         value = torch.arange(4.0).view(1, 1, 4, 1).expand(1, 1, 4, 8).contiguous().to("hpu")
         modes = (None, 0.0, True, None, "None", True, None, "left", False, False)

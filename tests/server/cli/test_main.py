@@ -44,6 +44,7 @@ def test_version_is_printed(word: str, capsys: pytest.CaptureFixture[str]) -> No
     ("argv", "words"),
     [
         (["sevre"], "'sevre' is not a command; did you mean serve?"),
+        (["serve", "/models/\udcff"], "is not UTF-8: rename the file or folder"),
         (["frobnicate"], "there are serve, bench, fetch-demo, config"),
         (["fetch-demo", "--force"], "--force is not a flag of gaudiserve fetch-demo"),
         (

@@ -111,6 +111,14 @@ def test_the_error_names_a_rank_without_measurements(tmp_path: Path) -> None:
         finish_measures(tmp_path, 2)
 
 
+def test_a_damaged_file_of_measurements_is_named(tmp_path: Path) -> None:
+    path = measure_path(tmp_path, 0, 1).with_suffix(".json")
+    path.write_text('{"Nodes": ')
+
+    with pytest.raises(ConfigError, match=r"_0_1\.json holds no measurements: .*; measure again"):
+        finish_measures(tmp_path, 1)
+
+
 @pytest.mark.parametrize(("quantizes_cache", "types"), [(True, []), (False, ["VLLMKVCache"])])
 def test_measure_and_quantize_configs_differ_in_mode_and_cache(
     tmp_path: Path, quantizes_cache: bool, types: list[str]

@@ -127,6 +127,26 @@ def has_answer(live: LiveServer) -> bool:
     return answer.status_code == 200
 
 
+def test_an_api_server_that_cannot_read_the_checkpoint_is_started_again_until_it_can(
+    model: str, daemon: LiveServer
+) -> None:
+    file = Path(model, "tokenizer.json")
+    whole = file.read_bytes()
+    body = {"prompt": "hi", "max_tokens": 2}
+    try:
+        file.write_bytes(whole[: len(whole) // 2])
+        os.kill(api_servers(daemon)[0], signal.SIGKILL)
+        # More often than --max-api-server-restarts.
+        wait_for(lambda: "restart 3 in a row" in daemon.text())
+        assert daemon.ask("/v1/completions", body).status_code == 200
+    finally:
+        file.write_bytes(whole)
+
+    wait_for(lambda: daemon.text().count("Ready after") == 3)
+    assert "tokenizer.json cannot be read" in daemon.text()
+    assert daemon.process.poll() is None
+
+
 def test_an_api_server_that_dies_too_often_ends_the_server(daemon: LiveServer) -> None:
     for number in range(2):
         killed = api_servers(daemon)[-1]

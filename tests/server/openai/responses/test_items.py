@@ -186,6 +186,22 @@ def test_invalid_items_are_refused_with_their_index(given: Any, words: str) -> N
     assert caught.value.param.startswith("input")
 
 
+@pytest.mark.parametrize(
+    ("item", "field"),
+    [
+        ({"role": "user"}, "content"),
+        ({"type": "function_call_output", "call_id": "c1"}, "output"),
+        ({"type": "reasoning"}, "summary"),
+        ({"type": "reasoning"}, "content"),
+    ],
+)
+def test_an_item_with_too_many_parts_is_refused(item: dict[str, Any], field: str) -> None:
+    words = rf"input\[0\]\.{field} has 16385 parts, at most 16384 are allowed"
+
+    with pytest.raises(UserError, match=words):
+        read_items([{**item, field: [{"type": "input_text", "text": ""}] * 16_385}], "n")
+
+
 def test_empty_and_text_fields_of_other_servers_are_accepted() -> None:
     made = messages(
         {"role": "user", "content": "?"},

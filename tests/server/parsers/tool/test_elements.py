@@ -167,3 +167,11 @@ def test_a_truncated_call_is_a_call() -> None:
     found = read_every_way(parser, f'{NS}<invoke name="book">{NS}<note>x', is_cut=True)
 
     assert [json.dumps(entry[:2]) for entry in found[2]] == [json.dumps(["book", '{"note": "x'])]
+
+
+def test_unwrapped_arguments_keep_their_characters() -> None:
+    parser = partial(parser_of, "minimax_m3", tools=TOOLS)
+
+    _, _, calls, _ = read(parser, [block(call('{"arguments": {"note": "Zürich"}}'))])
+
+    assert calls[0][1] == '{"note": "Zürich"}'
