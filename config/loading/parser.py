@@ -41,6 +41,19 @@ shown."""
 NO_KINDS: KindNames = MappingProxyType({})
 _UNTITLED = ("positional arguments", "options")
 """Titles of argparse's default groups, which are not groups of settings."""
+SUMMARY_WIDTH = 100
+MAX_SUMMARY_CHOICES = 20
+"""Maximum characters of the choices of a flag in `--help` of `serve`."""
+COMMON = (
+    *("config", "model", "dtype", "max-model-len", "cache-dir", "device", "quantization"),
+    *("enforce-eager", "tensor-parallel-size", "pipeline-parallel-size", "data-parallel-size"),
+    *("gpu-memory-utilization", "kv-cache-memory-bytes", "kv-cache-dtype", "enable-prefix-caching"),
+    *("max-num-seqs", "max-num-batched-tokens", "speculative-config", "bucketing-strategy"),
+    *("enable-lora", "lora-modules", "host", "port", "api-key", "api-server-count"),
+    *("max-queued-requests", "enable-page", "served-model-name", "chat-template"),
+    *("tool-call-parser", "reasoning-parser", "limit-mm-per-prompt", "log-level"),
+)
+"""Keys of the flags that `--help` of `serve` shows."""
 MAX_CHOICES = 72
 """Maximum characters of the choices beside a flag in the help."""
 METAVARS = {bool: "", int: "N", float: "X", str: "TEXT", tuple: "TEXT"}
@@ -65,18 +78,25 @@ class FlagParser(argparse.ArgumentParser):
         """Groups that `--help` omits and `--help-all` shows last."""
         self.hint_of_words = ""
         """End of the error about a word that is neither a flag nor an argument."""
-        self.lists_groups = False
-        """Whether the help begins with a list of its groups."""
+        self.common: tuple[str, ...] = ()
+        """Keys of the flags that `--help` shows, in a line each; empty: it shows all flags."""
         self.kinds = NO_KINDS
         self.examples: tuple[str, ...] = ()
         """Example command lines that the help shows below the description."""
 
     def format_help(self) -> str:
+        if self.common:
+            return self._help_of_common()
         return self._help_of(lambda group: group not in self.server_groups)
 
     def format_all_help(self) -> str:
         """The text of `--help-all`."""
         return self._help_of(lambda group: True)
+
+    def print_all_help(self) -> NoReturn:
+        """Print the text of `--help-all`, and exit."""
+        sys.stdout.write(self.format_all_help())
+        self.exit()
 
     def _show_kinds(self) -> None:
         """Add the names of kinds to the choices in the help. Choices that do not fit in a line are
@@ -129,6 +149,22 @@ class FlagParser(argparse.ArgumentParser):
     def _titles(self) -> list[str]:
         return [str(group.title) for group in self._action_groups if group.title not in _UNTITLED]
 
+    def _help_of_common(self) -> str:
+        self._show_kinds()
+        names = textwrap.fill(", ".join(map(_name_of, self._titles())), 96, break_on_hyphens=False)
+        parts = [
+            f"usage: {self.usage}",
+            str(self.description).rstrip(),
+            "groups of flags; --help=GROUP shows only this group:\n" + textwrap.indent(names, "  "),
+            "examples:" + "".join(f"\n  {line}" for line in self.examples),
+        ]
+        parts.append(f"options:\n{'  -h, --help':<33} Show this text")
+        for group in self._action_groups:
+            flags = [action for action in group._group_actions if _key_of(action) in self.common]
+            if flags:
+                parts.append("\n".join([f"{group.title}:", *map(_summary, flags)]))
+        return "\n\n".join([*parts, textwrap.fill(str(self.epilog), SUMMARY_WIDTH) + "\n"])
+
     def _help_of(self, is_shown: Callable[[argparse._ArgumentGroup], bool]) -> str:
         self._show_kinds()
         groups = self._action_groups
@@ -137,14 +173,6 @@ class FlagParser(argparse.ArgumentParser):
         try:
             usage, description, flags = super().format_help().split("\n\n", 2)
             parts = [usage, description]
-            if self.lists_groups:
-                names = textwrap.fill(
-                    ", ".join(map(_name_of, self._titles())), 96, break_on_hyphens=False
-                )
-                parts.append(
-                    "groups of flags; --help=GROUP shows only this group:\n"
-                    + textwrap.indent(names, "  ")
-                )
             if self.examples:
                 lines = "".join(f"\n  {line}" for line in self.examples)
                 parts.append(f"examples:{lines}")
@@ -198,6 +226,8 @@ class FlagParser(argparse.ArgumentParser):
         """(arguments, problems with unknown words and with values of switches). `arguments.notes`:
         the notes of Spelled. Raises ConfigError for other invalid flags; --help exits."""
         for word in argv:
+            if word == "--help=all":
+                self.print_all_help()
             if word.startswith("--help="):
                 sys.stdout.write(self.format_help_about(word.partition("=")[2]))
                 self.exit()
@@ -307,6 +337,27 @@ class _RawFormatter(_Formatter, argparse.RawDescriptionHelpFormatter):
     """A _Formatter that keeps the line breaks of description and epilog."""
 
 
+def _key_of(action: argparse.Action) -> str:
+    """The flag without dashes that `--help` shows; empty for other names of a flag."""
+    if action.help == argparse.SUPPRESS or not action.option_strings:
+        return ""
+    return action.option_strings[-1].lstrip("-")
+
+
+def _summary(action: argparse.Action) -> str:
+    """A line with the flag and the first words of its help."""
+    metavar = str(action.metavar) if action.nargs != 0 else ""
+    words = "|".join(metavar.strip("{}").split(",")) if metavar.startswith("{") else metavar
+    if len(words) > MAX_SUMMARY_CHOICES:
+        words = "NAME"
+    text, _, default = str(action.help).replace("%%", "%").rpartition(" [")
+    first = re.split(r"[;:(]", text or str(action.help))[0].strip()
+    name = f"  {action.option_strings[-1]} {words}".rstrip()
+    end = f" [{default.split(';')[0].rstrip(']')}]" if text else ""
+    room = SUMMARY_WIDTH - len(end) - 34
+    return f"{name:<33} {textwrap.shorten(first, room, placeholder=' ...')}{end}"
+
+
 def _name_of(title: str) -> str:
     """The name of a group for `--help=NAME`."""
     return title.lower().replace(" ", "-")
@@ -317,8 +368,7 @@ class _HelpAll(argparse.Action):
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any, **__: Any) -> NoReturn:
         assert isinstance(parser, FlagParser)
-        sys.stdout.write(parser.format_all_help())
-        parser.exit()
+        parser.print_all_help()
 
 
 def server_parser(
@@ -333,7 +383,7 @@ def server_parser(
     """Parser of all server flags, in groups, with defaults in the help. `no_model`: model that the
     command uses if none is named, for the help. `load` rejects unknown kinds for the flags in
     `kinds`. `has_own_flags`: the caller adds its own groups; `--help` shows only these groups,
-    `--help-all` shows all groups. Without own flags, `--help-all` is the same as `--help`."""
+    `--help-all` shows all groups. Without own flags, `--help` shows the flags of COMMON."""
     parser = FlagParser(
         prog=prog,
         usage=f"{prog} {'[MODEL] ' if has_model else ''}[flags]",
@@ -365,7 +415,7 @@ def server_parser(
             parser.add_argument(f"--{name}", action=_Record, help=argparse.SUPPRESS)
     text = "Show the flags of the server as well" if has_own_flags else argparse.SUPPRESS
     parser.add_argument("--help-all", action=_HelpAll, nargs=0, help=text)
-    parser.lists_groups = not has_own_flags
+    parser.common = () if has_own_flags else COMMON
     if has_own_flags:
         parser.server_groups = [
             group for group in parser._action_groups if group.title not in _UNTITLED

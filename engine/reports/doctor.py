@@ -55,7 +55,8 @@ class Diagnosis:
     device: str
     reason: str
     mode: ModeChoice | None
-    """Execution mode on a Gaudi or its emulator; None if the settings contradict each other."""
+    """Execution mode on a Gaudi or its emulator; None on another device, or if the
+    settings contradict each other."""
     sections: dict[str, tuple[Finding, ...]]
     cards: tuple[DetectedCard, ...]
     packages: dict[str, str | None]
@@ -102,7 +103,7 @@ def diagnose(machine: Machine, config: EngineConfig, cache_folder: str) -> Diagn
         config.device,
         device_name,
         reason,
-        mode,
+        mode if DEVICES[device_name].is_gaudi else None,
         {
             "host": _host(machine),
             "packages": _packages(packages),

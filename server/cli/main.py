@@ -74,8 +74,8 @@ commands:
 
 SERVE = """\
 Serve a model to OpenAI clients, at http://localhost:8000/v1 unless --host or --port is set.
---help=WORD shows a part of this text: a group (--help=http) or the flags with WORD in their name
-(--help=max-num-seqs).
+This text has the most used flags. --help-all shows all flags, --help=WORD a group (--help=http) or
+the flags with WORD in their name (--help=max-num-seqs).
 """
 
 TEXTS = {
@@ -205,7 +205,9 @@ def _with_reasons(reasons: Mapping[str, str]) -> str:
 def config_parser() -> FlagParser:
     """Parser with the flags of `config` and the flags of `serve`."""
     parser = command_parser(
-        "gaudiserve config", "Print the configuration that `serve` would run with."
+        "gaudiserve config",
+        "Print the configuration that `serve` would run with. Exit status: 0, or 2 for wrong "
+        "settings.",
     )
     parser.examples = (
         "gaudiserve config /data/model --max-num-seqs 64",
@@ -235,7 +237,7 @@ def _config(argv: list[str]) -> int:
     # JSON on stdout is for programs.
     file = sys.stderr if loaded.arguments.json else sys.stdout
     if without_effect := {**loaded.without_effect, **unread, **ignored_variables(environment())}:
-        print(f"\nwithout effect here: {_with_reasons(without_effect)}", file=file)
+        print(f"\nWithout effect here: {_with_reasons(without_effect)}", file=file)
     if note:
         print(f"\n`serve` would fail on this machine: {note}", file=file)
     return 0
@@ -277,7 +279,7 @@ def _as_table(shown: Mapping[str, tuple[object, str]]) -> str:
         if flag.key in shown
     ]
     if not rows:
-        return "every setting has its default"
+        return "Every setting has its default."
     widths = [max(len(row[column]) for row in rows) for column in (1, 2)]
     blocks = []
     for group, members in itertools.groupby(rows, key=lambda row: row[0]):

@@ -5,6 +5,7 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -15,6 +16,7 @@ from config.loading.env import PREFIX, chosen_device, environment
 from config.loading.flags import FLAGS
 from config.loading.parser import FlagParser, number
 from config.loading.sources import DEFAULT, Loaded, load
+from config.whole_files import write_whole
 from engine.reports.doctor import this_machine
 from engine.reports.plan import Target, as_json, as_text, with_sizes
 from engine.reports.presets import KEYS, Preset, free_cards, make_preset
@@ -31,11 +33,13 @@ def presets_parser() -> FlagParser:
     """Parser with the flags of the command and the flags of `serve`."""
     parser = command_parser(
         "gaudiserve presets",
-        "Print settings for a model on Gaudi cards as YAML for --config. Needs no card.",
+        "Print settings for a model on Gaudi cards as YAML for --config. Needs no card. Exit "
+        "status: 0, 1 for a model that cannot be read or is not served, 2 for wrong settings and "
+        "for a model that does not fit.",
     )
     parser.examples = (
         "gaudiserve presets /data/model",
-        "gaudiserve presets /data/model --host-cards 2 > serve.yaml",
+        "gaudiserve presets /data/model --host-cards 2 -o serve.yaml",
         "gaudiserve presets org/name --device gaudi2 --json",
     )
     parser.conflict_handler = "resolve"
@@ -55,6 +59,13 @@ def presets_parser() -> FlagParser:
             help=text,
         )
     group.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="Write to FILE, not to the standard output; an existing file is replaced",
+    )
+    group.add_argument(
         "--json", action="store_true", help="Print JSON: the settings, and the plan of an engine"
     )
     return parser
@@ -68,10 +79,21 @@ def main(argv: list[str]) -> int:
     preset = _preset(loaded, generation_of(args.device), args.host_cards)
     if args.json:
         settings = config_of(preset, loaded)
-        print(json.dumps({"settings": settings, "plan": as_json(preset.plan)}, indent=2))
+        text = json.dumps({"settings": settings, "plan": as_json(preset.plan)}, indent=2) + "\n"
     else:
-        print(as_yaml(preset, loaded), end="")
+        text = as_yaml(preset, loaded)
+    if args.output is None:
+        print(text, end="")
+    else:
+        _write(args.output, text)
     return 0
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        write_whole(path, text.encode())
+    except OSError as error:
+        raise ConfigError(f"--output {path} cannot be written: {error.strerror}") from None
 
 
 def config_of(preset: Preset, loaded: Loaded) -> dict[str, object]:

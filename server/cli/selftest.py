@@ -29,7 +29,9 @@ def selftest_parser() -> FlagParser:
     """Parser with the flags of the command and the flags of `serve`."""
     parser = command_parser(
         "gaudiserve selftest",
-        "Check on a Gaudi card the server's assumptions about the card and the vendor's software.",
+        "Check on a Gaudi card the server's assumptions about the card and the vendor's software. "
+        "Exit status: 0 if no check fails, 1 if a check fails or hangs, 2 if no check can run or a "
+        "setting is wrong.",
         no_model="kernels are checked with default sizes",
     )
     parser.examples = (

@@ -195,6 +195,11 @@ def test_the_compressor_is_an_error_only_where_it_is_needed_and_missing(
     assert examined(gaudi, **needed).can_serve
 
 
+def test_the_json_has_an_execution_mode_only_on_a_gaudi(gaudi: GaudiMachine) -> None:
+    assert as_json(examined(gaudi, device="cpu"))["execution_mode"] is None
+    assert as_json(examined(gaudi, device="hpu-emulator"))["execution_mode"]["mode"]
+
+
 def test_the_json_agrees_with_the_text(gaudi: GaudiMachine) -> None:
     gaudi.hold(4711, "/dev/accel/accel0")
 

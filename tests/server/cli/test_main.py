@@ -15,6 +15,7 @@ from config.engine import EngineConfig
 from config.errors import ConfigError
 from config.loading.env import chosen_device
 from config.loading.flags import FLAGS, GROUPS
+from config.loading.parser import COMMON
 from config.loading.vllm_flags import SHORT_FORMS, short_forms
 from config.server import ServerConfig
 from config.version import VERSION
@@ -214,7 +215,7 @@ def test_config_shows_an_abbreviated_flag(capsys: pytest.CaptureFixture[str]) ->
 
 def test_help_shows_no_empty_default(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["serve", "--help"])
+        main(["serve", "--help-all"])
 
     text = capsys.readouterr().out
     assert "--root-path" in text and "[]" not in text
@@ -239,12 +240,32 @@ def test_bench_help_lists_its_commands(
     assert all(f"gaudiserve {command}" in shown for command in BENCHES)
 
 
-@pytest.mark.parametrize("argv", [["help", "serve"], ["serve", "--help-all"]])
-def test_the_help_of_serve_is_shown_by_each_spelling(
-    argv: list[str], capsys: pytest.CaptureFixture[str]
+def test_help_of_serve_shows_the_most_used_flags_in_a_line_each(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 80 and max(map(len, lines)) <= 100
+    shown = [line.split()[0] for line in lines if line.startswith("  --")]
+    assert sorted(shown) == sorted(f"--{name}" for name in COMMON)
+    assert "  --port N                        Port to listen on [8000]" in lines
+
+
+@pytest.mark.parametrize(
+    ("first", "argv"),
+    [
+        (["serve", "--help"], ["help", "serve"]),
+        (["serve", "--help-all"], ["serve", "--help=all"]),
+        (["chat", "--help-all"], ["chat", "--help=all"]),
+    ],
+)
+def test_the_help_of_a_command_is_shown_by_each_spelling(
+    first: list[str], argv: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     shown = []
-    for words in (["serve", "--help"], argv):
+    for words in (first, argv):
         with pytest.raises(SystemExit) as ended:
             main(words)
         assert ended.value.code == 0
@@ -278,7 +299,7 @@ def test_config_lists_what_has_no_effect(
 
     printed = capsys.readouterr()
     last = (printed.err if form else printed.out).splitlines()[-1]
-    assert last.startswith("without effect here: --weights-load-device cpu (weights are read ")
+    assert last.startswith("Without effect here: --weights-load-device cpu (weights are read ")
     assert "--model-loader-extra-config {} (" in last and "VLLM_FOO (" in last
 
 
@@ -301,7 +322,7 @@ def test_config_names_flags_without_effect_on_the_device(
 ) -> None:
     assert main(["config", "--changed", "m", *flags]) == 0
 
-    assert _lines(capsys)[-1] == f"without effect here: {expected}"
+    assert _lines(capsys)[-1] == f"Without effect here: {expected}"
 
 
 @pytest.mark.parametrize("form", [[], ["--json"]])
@@ -350,7 +371,7 @@ def test_config_changed_says_that_nothing_is_set(
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
 
     main(["config", "--changed"])
-    assert capsys.readouterr().out == "every setting has its default\n"
+    assert capsys.readouterr().out == "Every setting has its default.\n"
 
     main(["config", "--changed", "--json"])
     assert json.loads(capsys.readouterr().out) == {}
@@ -406,7 +427,7 @@ def test_help_of_a_command_is_short_and_help_all_has_the_flags_of_the_server(
 
 def test_help_is_grouped_and_shows_defaults(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(["serve", "--help"])
+        main(["serve", "--help-all"])
 
     text = capsys.readouterr().out
     assert ended.value.code == 0
@@ -435,7 +456,7 @@ def test_help_of_serve_begins_with_the_names_of_its_groups(
 
 def test_help_shows_short_forms_and_the_kind_of_value(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["serve", "--help"])
+        main(["serve", "--help-all"])
 
     text = capsys.readouterr().out
     shown = {flag.key for flag in FLAGS} & {name[2:] for name in SHORT_FORMS.values()}

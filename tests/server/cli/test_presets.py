@@ -363,3 +363,17 @@ def test_the_plans_of_a_preset_share_a_weight_map(
     assert preset["tensor-parallel-size"] == 8
     # A map of its 90,000 tensors takes a second or two.
     assert len(maps) == 1
+
+
+def test_a_preset_is_written_to_a_file(
+    model: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, file = model("dense", LLAMA_8B), tmp_path / "serve.yaml"
+
+    assert main(["presets", folder]) == 0
+    printed = capsys.readouterr().out
+    assert main(["presets", folder, "-o", str(file)]) == 0
+
+    assert file.read_text() == printed and capsys.readouterr().out == ""
+    assert main(["presets", folder, "-o", str(tmp_path / "none" / "serve.yaml")]) == 2
+    assert "serve.yaml cannot be written" in capsys.readouterr().err
