@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from queue import SimpleQueue
 from types import FrameType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import uvloop
 
@@ -62,6 +62,9 @@ from server.process.model_download import (
     end_process,
 )
 from server.process.open_files import raise_limit, warn_if_low
+
+if TYPE_CHECKING:
+    from server.process.api_server import ApiServer
 
 logger = logging.getLogger(__name__)
 
@@ -132,18 +135,22 @@ def _serve_in_process(
     """Serve with an API server in this process. The thread of `download` starts the engines, while
     this thread imports the API server: both take seconds."""
     engines: list[EngineProcesses] = []
+    api_servers: list[ApiServer] = []
     end_reason = ""
 
     async def run() -> int:
         nonlocal end_reason
         loop = asyncio.get_running_loop()
 
-        # The loop calls these two once this coroutine waits, when the API server exists.
+        # The loop calls these two once this coroutine waits, when the API server exists, or when it
+        # ends because the API server could not be created.
         def on_download(progress: DownloadProgress | Exception) -> None:
-            api_server.on_download(progress)
+            for api_server in api_servers:
+                api_server.on_download(progress)
 
         def receive(message: SupervisorMessage) -> None:
-            api_server.receive(message)
+            for api_server in api_servers:
+                api_server.receive(message)
 
         def start_engines(folder: str) -> None:
             engines.append(
@@ -182,13 +189,15 @@ def _serve_in_process(
                 remote_token=remote_token(engine_config.data_parallel),
             )
         )
+        api_servers.append(api_server)
         try:
             return await api_server.run(listener)
         finally:
             end_reason = api_server.end_reason
 
-    # Until the API server handles SIGTERM.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
+    # Until the API server handles them.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, frame: sys.exit(0))
     try:
         code = uvloop.run(run())
     finally:
