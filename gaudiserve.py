@@ -1,5 +1,11 @@
 """The public API: `from gaudiserve import LLM, SamplingParams`."""
 
+if __name__ == "__main__":
+    # Before the imports of the public API, which the command does not need.
+    from server.cli.main import main
+
+    raise SystemExit(main())
+
 from config.params.beam_search import BeamSearchParams
 from config.params.pooling import PoolingParams
 from config.params.sampling import SamplingParams
@@ -43,8 +49,3 @@ __all__ = [
     "ScoringRequestOutput",
     "__version__",
 ]
-
-if __name__ == "__main__":
-    from server.cli.main import main
-
-    raise SystemExit(main())

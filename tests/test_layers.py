@@ -123,8 +123,10 @@ SPAWNED = (
     "hpu.models.registry",
     "hpu.multimodal.select",
     "server.cli.main",
+    "server.process.supervisor",
 )
-"""Files that may import inside a function, because unused choices must not be loaded."""
+"""Files that may import inside a function, because unused choices must not be loaded, or because
+other work starts first."""
 
 
 class Import(NamedTuple):

@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from http import HTTPStatus
 from pathlib import Path
@@ -18,14 +18,15 @@ from typing import cast
 
 import msgspec
 import uvicorn
+import uvloop
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from config.engine import EngineConfig
-from config.errors import ConfigError, EngineDied, bytes_text, counted
+from config.errors import ConfigError, EngineDied, ProfileWritten, bytes_text, counted
 from config.fair_threads import FairThreads
 from config.loading.env import notify_socket
 from config.log import LimitedWarning
+from config.log import setup as setup_log
 from config.malloc import map_large_blocks, trim_memory
 from config.model.model_config import DEFAULT_MAX_TOKENS
 from config.model.read_config import read_model_config
@@ -33,7 +34,7 @@ from config.progress import ProgressReporter
 from config.server import ServerConfig
 from config.version import VERSION
 from engine.client.base import EngineClient, SingleEngineClient
-from engine.client.launcher import ProcessEnd, mark_ready
+from engine.client.launcher import bound_exit, exit_with_parent, mark_ready, read_orders
 from engine.client.queue_limits import QueueLimits
 from engine.client.router import RouterClient
 from engine.client.state import Pause
@@ -50,7 +51,22 @@ from server.metrics.select import make_tracer
 from server.multimodal.inputs import ImageLoader, make_image_inputs
 from server.parsers.registry import GENERIC_TOOL_PARSER, TOOL_PARSERS
 from server.process.addresses import base_urls, endpoints_text
-from server.process.listening import notify_ready
+from server.process.api_server_messages import (
+    BACKLOG,
+    ENGINE_GONE,
+    FAILED,
+    INTERRUPTED,
+    RESPONSE_GRACE_S,
+    SECOND_INTERRUPT,
+    UNREADABLE,
+    WRONG_SETTING,
+    ApiServerArgs,
+    EngineEnd,
+    SupervisorMessage,
+    call_on_loop,
+    resumes,
+)
+from server.process.listening import bind_port, notify_ready
 from server.process.model_download import DownloadProgress
 from server.process.open_files import max_connections
 from server.process.start_probes import (
@@ -68,16 +84,6 @@ from server.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-FAILED = 1
-WRONG_SETTING = 2
-ENGINE_GONE = 4
-"""Exit code of an API server whose last engine has died or has written a profile, if there are
-several API servers."""
-UNREADABLE = 6
-"""Exit code of an API server that cannot be started again, although its settings were right at the
-first start, for example because the checkpoint's files have changed."""
-INTERRUPTED = 130
-
 TICK_S = 0.1
 MAX_THREADS = 8
 """Threads for request work that would block the event loop, shared fairly: each client uses at most
@@ -85,11 +91,8 @@ one thread at a time."""
 GC_OBJECTS = 10_000
 """Threshold of the youngest generation in Python's garbage collector. A value in the hundreds costs
 a few per cent of a request's time."""
-RESPONSE_GRACE_S = 2.0
-"""Time for error responses to reach the clients after the engine has died or draining has ended."""
 INTERRUPT_GRACE_S = 0.1
 """Time for error responses after a SIGINT that skips the drain."""
-SECOND_INTERRUPT = "; Ctrl-C again stops at once"
 ANSWER_S = 0.05
 """Time for responding to accepted probes before a large tokenizer is parsed."""
 UNHEALTHY_S = 0.7
@@ -101,62 +104,40 @@ EMULATOR = "hpu-emulator"
 KEEP_ALIVE_S = 75
 """Keep-alive timeout. Longer than the usual idle timeout of load balancers (60 s), which could
 otherwise send a request on a connection that the server is closing."""
-BACKLOG = 2048
 WATCH_S = 1.0
 """Interval between checks for changed files."""
 
 
-class EngineRestart(msgspec.Struct, frozen=True, tag=True):
-    """Message to an API server: the process of an engine has died and is restarted."""
-
-    engine: int
-    end: ProcessEnd
-
-
-class EngineEnd(msgspec.Struct, frozen=True, tag=True):
-    """Message to an API server: an engine has ended and is not restarted."""
-
-    engine: int
-    reason: str
-
-
-SupervisorMessage = DownloadProgress | EngineRestart | EngineEnd
-
-
-class ApiServerArgs(msgspec.Struct, frozen=True):
-    """Arguments of an API-server process. `engine.model` is the model name that the user gave."""
-
-    engine: EngineConfig
-    server: ServerConfig
-    endpoints: tuple[str, ...]
-    """ZMQ endpoint of this API server for each engine."""
-    token: str
-    """Secret that local engines and the other API servers present when they connect."""
-    created: int
-    """Unix time of the server's start; equal in all API servers."""
-    index: int = 0
-    metrics_folder: str | None = None
-    """Shared folder for the metrics of all API servers; None with a single API server."""
-    peer_sockets: tuple[str, ...] = ()
-    """Socket path of each API server, including this server; empty with a single API server."""
-    remote_token: str = ""
-    """Secret that engines of other hosts present when they connect."""
-    progress: DownloadProgress = DownloadProgress()
-    """Progress of the download when this process starts."""
-    ends: tuple[EngineEnd, ...] = ()
-    """Engines that have ended before this process starts."""
-    ready_path: str | None = None
-    """File that this API server creates when it is ready; None: no file."""
-    restart: int = 0
-    """Number of times that the supervisor has restarted this API server."""
+def main() -> None:
+    """Entry point of an API-server process, if there are several."""
+    args = read_orders(ApiServerArgs)
+    config = args.server
+    setup_log("server", config.log, rank=args.index)
+    listener = bind_port(config.host, config.port, shared=True)
+    try:
+        code = uvloop.run(_run(args, listener))
+    except ProfileWritten:
+        code = ENGINE_GONE
+    except ConfigError as error:
+        logger.error("%s", error)
+        sys.exit(UNREADABLE if args.restart else WRONG_SETTING)
+    bound_exit(code)
+    sys.exit(code)
 
 
-def resumes(engine: EngineConfig, server: ServerConfig) -> bool:
-    """Whether open requests are resumed in a restarted engine. False with --no-resume, for coupled
-    engines, which all end together, and with engines on other hosts, which this server cannot
-    restart."""
-    is_alone = engine.num_coupled_engines == 1 and not engine.data_parallel.num_remote
-    return server.resume and is_alone
+async def _run(args: ApiServerArgs, listener: socket.socket) -> int:
+    if not args.restart:
+        listener.listen(BACKLOG)
+    loop = asyncio.get_running_loop()
+    api_server = ApiServer(args)
+    api_server.on_download(args.progress)
+    decoder = msgspec.msgpack.Decoder(SupervisorMessage)
+    exit_with_parent(
+        on_message=lambda payload: call_on_loop(loop, api_server.receive, decoder.decode(payload))
+    )
+    code = await api_server.run(listener)
+    is_last = code == FAILED and api_server.has_no_engine
+    return ENGINE_GONE if is_last or api_server.has_profile else code
 
 
 class Closings:
@@ -423,11 +404,8 @@ class ApiServer:
         if progress.folder is not None:
             self._checkpoint.set_result(progress.folder)
 
-    async def run(
-        self, listener: socket.socket, on_folder: Callable[[str], None] = lambda folder: None
-    ) -> int:
-        """Serve on `listener`; returns the exit code. Raises ConfigError if it cannot start.
-        `on_folder` is called when the checkpoint is complete and the engine can start."""
+    async def run(self, listener: socket.socket) -> int:
+        """Serve on `listener`; returns the exit code. Raises ConfigError if it cannot start."""
         map_large_blocks()
         config, parallel = self.state.config, self._args.engine.data_parallel
         if parallel.num_remote and self._args.index == 0:
@@ -458,7 +436,7 @@ class ApiServer:
         if shares_metrics:
             background.append(loop.create_task(self._publish_metrics()))
         server = UvicornServer(uvicorn_config(self._app, self.state.config, self._tls))
-        opening = loop.create_task(self._open(on_folder, server, listener))
+        opening = loop.create_task(self._open(server, listener))
         serving = loop.create_task(self._serve(server, listener, opening))
         try:
             return await self._watch(serving, opening)
@@ -510,11 +488,8 @@ class ApiServer:
             for files in self._watched:
                 files.poll()
 
-    async def _open(
-        self, on_folder: Callable[[str], None], server: UvicornServer, listener: socket.socket
-    ) -> None:
+    async def _open(self, server: UvicornServer, listener: socket.socket) -> None:
         config, folder = self.state.config, await self._checkpoint
-        on_folder(folder)
         probes = self._start_probes(listener, folder)
         try:
             defaults = await asyncio.to_thread(_sampling_defaults, folder)

@@ -12,7 +12,7 @@ from config.loading.env import data_parallel_token, notify_socket
 from config.progress import ProgressLines
 from config.server import ServerConfig
 from engine.client.launcher import PROFILE_EXIT, EngineOrders, EngineProcesses, SocketDirectory
-from server.process.api_server import FAILED, WRONG_SETTING
+from server.process.api_server_messages import FAILED, WRONG_SETTING
 from server.process.listening import notify_ready
 from server.process.model_download import (
     DownloadProgress,

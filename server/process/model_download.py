@@ -51,10 +51,16 @@ class ModelDownload:
         self._lock = threading.Lock()
         self._next_s = 0.0
 
-    def start(self, on_progress: Callable[[DownloadProgress | Exception], None]) -> None:
+    def start(
+        self,
+        on_progress: Callable[[DownloadProgress | Exception], None],
+        on_folder: Callable[[str], None] = lambda folder: None,
+    ) -> None:
         """Start the thread. `on_progress` is called from other threads: with progress, and finally
-        with the folder or the exception of `resolve`."""
+        with the folder or the exception of `resolve`. The thread calls `on_folder` with the folder
+        before that, and reports its exception like an exception of `resolve`."""
         self._on_progress = on_progress
+        self._on_folder = on_folder
         self._thread.start()
 
     def close(self) -> bool:
@@ -69,7 +75,11 @@ class ModelDownload:
         last: DownloadProgress | Exception
         try:
             with panics_as_errors():
-                last = DownloadProgress("launching the engine", folder=self._resolve(self._report))
+                folder = self._resolve(self._report)
+                if self._stopped.is_set():
+                    return
+                self._on_folder(folder)
+                last = DownloadProgress("launching the engine", folder=folder)
         except DownloadStopped:
             return
         except Exception as error:  # thread boundary: report it

@@ -11,20 +11,18 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from queue import SimpleQueue
 from types import FrameType
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 
-import msgspec
 import uvloop
 
 from config.data_parallel import DataParallelConfig
 from config.engine import EngineConfig
-from config.errors import ConfigError, ProfileWritten, capitalized
+from config.errors import ConfigError, capitalized
 from config.loading.env import data_parallel_token
-from config.log import setup as setup_log
+from config.progress import ProgressLines
 from config.server import ServerConfig
 from engine.client.launcher import (
     PROFILE_EXIT,
@@ -35,14 +33,12 @@ from engine.client.launcher import (
     RestartLimit,
     SocketDirectory,
     bound_exit,
-    exit_with_parent,
     front_end_endpoints,
     new_token,
     python_command,
-    read_orders,
 )
 from server.process.addresses import is_loopback
-from server.process.api_server import (
+from server.process.api_server_messages import (
     BACKLOG,
     ENGINE_GONE,
     FAILED,
@@ -51,14 +47,14 @@ from server.process.api_server import (
     SECOND_INTERRUPT,
     UNREADABLE,
     WRONG_SETTING,
-    ApiServer,
     ApiServerArgs,
     EngineEnd,
     EngineRestart,
     SupervisorMessage,
+    call_on_loop,
     resumes,
 )
-from server.process.listening import bind, bind_path, bind_port, remove_path
+from server.process.listening import bind, bind_path, remove_path
 from server.process.model_download import (
     DownloadProgress,
     ModelDownload,
@@ -67,7 +63,8 @@ from server.process.model_download import (
 )
 from server.process.open_files import raise_limit, warn_if_low
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from server.process.api_server import ApiServer
 
 logger = logging.getLogger(__name__)
 
@@ -127,38 +124,6 @@ def serve(
     return code
 
 
-def main() -> None:
-    """Entry point of an API-server process, if there are several."""
-    args = read_orders(ApiServerArgs)
-    config = args.server
-    setup_log("server", config.log, rank=args.index)
-    listener = bind_port(config.host, config.port, shared=True)
-    try:
-        code = uvloop.run(_run_api_server(args, listener))
-    except ProfileWritten:
-        code = ENGINE_GONE
-    except ConfigError as error:
-        logger.error("%s", error)
-        sys.exit(UNREADABLE if args.restart else WRONG_SETTING)
-    bound_exit(code)
-    sys.exit(code)
-
-
-async def _run_api_server(args: ApiServerArgs, listener: socket.socket) -> int:
-    if not args.restart:
-        listener.listen(BACKLOG)
-    loop = asyncio.get_running_loop()
-    api_server = ApiServer(args)
-    api_server.on_download(args.progress)
-    decoder = msgspec.msgpack.Decoder(SupervisorMessage)
-    exit_with_parent(
-        on_message=lambda payload: _call_on_loop(loop, api_server.receive, decoder.decode(payload))
-    )
-    code = await api_server.run(listener)
-    is_last = code == FAILED and api_server.has_no_engine
-    return ENGINE_GONE if is_last or api_server.has_profile else code
-
-
 def _serve_in_process(
     engine_config: EngineConfig,
     server_config: ServerConfig,
@@ -167,22 +132,25 @@ def _serve_in_process(
     listener: socket.socket,
     download: ModelDownload,
 ) -> int:
+    """Serve with an API server in this process. The thread of `download` starts the engines, while
+    this thread imports the API server: both take seconds."""
     engines: list[EngineProcesses] = []
+    api_servers: list[ApiServer] = []
     end_reason = ""
 
     async def run() -> int:
         nonlocal end_reason
         loop = asyncio.get_running_loop()
-        api_server = ApiServer(
-            ApiServerArgs(
-                engine_config,
-                server_config,
-                front_end_endpoints(engine_config.data_parallel, directory, 0),
-                token,
-                created=int(time.time()),
-                remote_token=remote_token(engine_config.data_parallel),
-            )
-        )
+
+        # The loop calls these two once this coroutine waits, when the API server exists, or when it
+        # ends because the API server could not be created.
+        def on_download(progress: DownloadProgress | Exception) -> None:
+            for api_server in api_servers:
+                api_server.on_download(progress)
+
+        def receive(message: SupervisorMessage) -> None:
+            for api_server in api_servers:
+                api_server.receive(message)
 
         def start_engines(folder: str) -> None:
             engines.append(
@@ -195,27 +163,46 @@ def _serve_in_process(
                         log=server_config.log,
                         remote_token=remote_token(engine_config.data_parallel),
                     ),
-                    on_exit=lambda engine, reason: _call_on_loop(
-                        loop, api_server.receive, EngineEnd(engine, reason)
+                    on_exit=lambda engine, reason: call_on_loop(
+                        loop, receive, EngineEnd(engine, reason)
                     ),
                     max_restarts=max_restarts(engine_config, server_config),
                     max_wait_s=server_config.engine_restart_wait_s,
-                    on_restart=lambda engine, end: _call_on_loop(
-                        loop, api_server.receive, EngineRestart(engine, end)
+                    on_restart=lambda engine, end: call_on_loop(
+                        loop, receive, EngineRestart(engine, end)
                     ),
                 )
             )
 
         listener.listen(BACKLOG)
-        download.start(lambda progress: _call_on_loop(loop, api_server.on_download, progress))
+        download.start(lambda progress: call_on_loop(loop, on_download, progress), start_engines)
+        with ProgressLines("importing the server"):
+            from server.process.api_server import ApiServer
+
+        api_server = ApiServer(
+            ApiServerArgs(
+                engine_config,
+                server_config,
+                front_end_endpoints(engine_config.data_parallel, directory, 0),
+                token,
+                created=int(time.time()),
+                remote_token=remote_token(engine_config.data_parallel),
+            )
+        )
+        api_servers.append(api_server)
         try:
-            return await api_server.run(listener, start_engines)
+            return await api_server.run(listener)
         finally:
             end_reason = api_server.end_reason
 
+    # Until the API server handles them.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, frame: sys.exit(0))
     try:
         code = uvloop.run(run())
     finally:
+        # Before the engines are stopped, so that the thread starts no engine afterwards.
+        download.close()
         for processes in engines:
             processes.close(ENGINE_STOP_S)
     if end_reason:
@@ -242,15 +229,6 @@ def remote_token(parallel: DataParallelConfig) -> str:
     """Secret that engines on other hosts present; empty without such engines. Raises
     ConfigError."""
     return data_parallel_token() if parallel.num_remote else ""
-
-
-def _call_on_loop(
-    loop: asyncio.AbstractEventLoop, callback: Callable[[T], None], argument: T
-) -> None:
-    try:
-        loop.call_soon_threadsafe(callback, argument)
-    except RuntimeError:
-        logger.debug("After the event loop has ended: %s", argument)
 
 
 class EngineExit(NamedTuple):
@@ -406,7 +384,7 @@ class Supervisor:
         return ChildProcess(
             f"API server {index}",
             # It drains on Ctrl-C and SIGTERM, like a single API server.
-            python_command("server.process.supervisor", f"API server {index}", (signal.SIGINT,)),
+            python_command("server.process.api_server", f"API server {index}", (signal.SIGINT,)),
             args,
             on_exit=lambda end: self._events.put(ApiServerExit(index, end.description)),
             stop_signal=signal.SIGTERM,

@@ -239,6 +239,18 @@ def test_a_front_end_loads_neither_torch_nor_the_engine_nor_the_client_of_the_hu
     assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
 
 
+def test_the_engines_are_started_without_http_libraries() -> None:
+    code = (
+        "import server.cli.start, sys;"
+        "slow = ('fastapi', 'uvicorn', 'server.process.api_server');"
+        "print([name for name in slow if name in sys.modules])"
+    )
+
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+
+    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
+
+
 def test_a_foreign_package_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "config.py").write_text("x = 1")
 

@@ -10,7 +10,7 @@ from config.errors import ConfigError
 from config.server import ServerConfig
 from engine.client.launcher import ProcessEnd
 from server.process import supervisor as supervisor_module
-from server.process.api_server import ApiServerArgs, EngineEnd, EngineRestart
+from server.process.api_server_messages import ApiServerArgs, EngineEnd, EngineRestart
 from server.process.model_download import DownloadProgress
 from server.process.supervisor import ApiServerDue, EngineExit, Supervisor
 
