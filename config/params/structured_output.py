@@ -12,6 +12,16 @@ from config.errors import UserError, value_text
 KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 FREE = "free"
 """Any text, after reasoning with a token limit. Internal: requests cannot set it."""
+NOUNS = {
+    "json": "JSON schema",
+    "json_object": "grammar of JSON objects",
+    "regex": "regular expression",
+    "choice": "list of choices",
+    "grammar": "grammar",
+    "structural_tag": "structural tag",
+    FREE: "limit of the reasoning",
+}
+"""Name of each kind in errors."""
 MAX_CHARACTERS = 1 << 18
 """Maximum length of a spec in characters (256 Ki). Every sequence sends its spec to the engine."""
 MAX_REQUEST_CHARACTERS = 1 << 24
@@ -40,6 +50,11 @@ class GrammarSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
     kind: str
     text: str = ""
     thinking: ThinkingSpec | None = None
+
+    @property
+    def noun(self) -> str:
+        """Name of the kind in errors."""
+        return NOUNS[self.kind]
 
     def __post_init__(self) -> None:
         if self.kind not in (*KINDS, FREE):

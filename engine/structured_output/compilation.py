@@ -147,7 +147,7 @@ class GrammarCompiler:
             future = self._cached.get(spec)
             if future and (refusal := _refusal_of(future)):
                 future = self._cached[spec] = Future()
-                message = f"the {spec.kind} cannot be enforced: {refusal}"
+                message = f"the {spec.noun} cannot be enforced: {refusal}"
                 future.set_exception(UserError(message, param="structured_outputs"))
             if future is None or _bytes_of(future) > MAX_GRAMMAR_BYTES:
                 return self._add(spec, client)
@@ -259,18 +259,18 @@ class GrammarCompiler:
         except (UserError, Overloaded, EngineDied):
             raise
         except CallCancelled:
-            raise Overloaded(f"compiling the {spec.kind} was cancelled") from None
+            raise Overloaded(f"compiling the {spec.noun} was cancelled") from None
         except MemoryError:
-            raise Overloaded(f"the server has no memory left to compile the {spec.kind}") from None
+            raise Overloaded(f"the server has no memory left to compile the {spec.noun}") from None
         except Exception as error:  # Thread boundary: a bug in this code or in the library.
             logger.exception("Compiling a grammar of kind %s failed", spec.kind)
-            raise UserError(f"the {spec.kind} cannot be compiled: {error}") from error
+            raise UserError(f"the {spec.noun} cannot be compiled: {error}") from error
 
     def _check(self, spec: GrammarSpec, cancellation: Cancellation) -> _Checked:
         """Compile `spec` in a fork. Raises UserError if the spec caused a failure, Overloaded for
         other failures."""
         assert self._fork_server is not None, "compile before start"
-        action, refusal = f"compiling the {spec.kind}", f"the {spec.kind} cannot be compiled"
+        action, refusal = f"compiling the {spec.noun}", f"the {spec.noun} cannot be compiled"
         with failures_of_requests(action, refusal, param="structured_outputs"):
             answer = self._fork_server.call(msgspec.msgpack.encode(spec), cancellation=cancellation)
         checked = msgspec.msgpack.decode(answer, type=_Checked)
@@ -297,7 +297,7 @@ def prepare(setup: bytes) -> Call:
             num_bytes = max(0, _private_bytes() - before)
             if num_bytes > MAX_GRAMMAR_BYTES:
                 raise UserError(
-                    f"the {spec.kind} is too large: compiled it takes {num_bytes >> 20} MiB, at "
+                    f"the {spec.noun} is too large: compiled it takes {num_bytes >> 20} MiB, at "
                     f"most {MAX_GRAMMAR_BYTES >> 20} are allowed"
                 )
             checked = _Checked(grammar.source or "", num_bytes)

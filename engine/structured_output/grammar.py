@@ -184,11 +184,11 @@ class Grammar:
                 # Rewriting character classes would shift the position.
                 has_place=spec.kind == "regex" and with_ascii_classes(spec.text) == spec.text,
             )
-            raise _error(f"the {spec.kind} cannot be compiled: {reason}")
+            raise _error(f"the {spec.noun} cannot be compiled: {reason}")
         self._start = GrammarState(matcher, vocabulary)
         error = None if is_checked else self._probe(spec.kind)
         if error is not None:
-            raise _error(f"the {spec.kind} cannot be compiled: {error}")
+            raise _error(f"the {spec.noun} cannot be compiled: {error}")
 
     @property
     def num_bytes(self) -> int:
@@ -436,7 +436,7 @@ def _json(text: str) -> str:
         return LLMatcher.grammar_from_json_schema(schema, overrides=JSON_FORM)
     except (ValueError, RecursionError) as error:
         reason = plain_reason(_first_part(str(error)))
-        raise _error(f"the json cannot be compiled: {reason}") from None
+        raise _error(f"the JSON schema cannot be compiled: {reason}") from None
 
 
 def _regex(text: str) -> str:

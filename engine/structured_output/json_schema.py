@@ -350,4 +350,4 @@ def _list(value: Any) -> list[Any]:
 
 
 def _refusal(message: str) -> UserError:
-    return UserError(f"the json cannot be compiled: {message}", param="structured_outputs")
+    return UserError(f"the JSON schema cannot be compiled: {message}", param="structured_outputs")

@@ -397,7 +397,7 @@ async def check_grammar(
         raise UserError(f"{place}: {error.message}", param=field) from None
     except asyncio.TimeoutError:
         raise Overloaded(
-            f"the {spec.kind} waited {GRAMMAR_TIMEOUT_S:g} s for other grammars to be compiled"
+            f"the {spec.noun} waited {GRAMMAR_TIMEOUT_S:g} s for other grammars to be compiled"
         ) from None
 
 

@@ -577,7 +577,9 @@ def test_a_grammar_whose_outputs_took_too_long_is_refused_from_then_on(tmp_path:
     slow.spend(3.0)
 
     for _ in range(2):
-        with pytest.raises(UserError, match=r"the regex cannot be enforced: its outputs took 2.99"):
+        with pytest.raises(
+            UserError, match=r"the regular expression cannot be enforced: its outputs took 2.99"
+        ):
             compiler.compile(specs[0]).result(WAIT_S)
     assert compiler.compile(specs[1]).result(WAIT_S) is other
     compiler.close()

@@ -72,7 +72,7 @@ def test_outputs_of_more_than_two_hundred_schemas_parse_and_validate(
 
 @pytest.mark.parametrize("schema", REFUSED, ids=lambda schema: json.dumps(schema)[:40])
 def test_a_schema_that_cannot_be_enforced_is_refused(vocabulary: Vocabulary, schema: Any) -> None:
-    with pytest.raises(UserError, match="json") as refused:
+    with pytest.raises(UserError, match="the JSON schema") as refused:
         compiled(vocabulary, json=schema)
 
     assert re.search("cannot be enforced|must|is not supported", refused.value.message)
@@ -113,11 +113,12 @@ def test_a_refusal_is_a_single_line_with_the_reason(
     vocabulary: Vocabulary, asked: dict[str, Any], reason: str
 ) -> None:
     (kind,) = asked
+    nouns = {"json": "JSON schema", "regex": "regular expression", "grammar": "grammar"}
 
     with pytest.raises(UserError) as refused:
         compiled(vocabulary, **asked)
 
-    assert refused.value.message.startswith(f"the {kind} cannot be compiled: {reason}")
+    assert refused.value.message.startswith(f"the {nouns[kind]} cannot be compiled: {reason}")
     assert "\n" not in refused.value.message
 
 

@@ -40,7 +40,7 @@ class CompilingClient(TalkingClient):
         self.compiled.append(spec)
         self.clients.append(arguments["client"])
         if spec.text == "(":
-            raise UserError("the regex cannot be compiled")
+            raise UserError("the regular expression cannot be compiled")
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ async def test_invalid_constraints_are_a_400_with_the_field_before_a_stream_begi
 
 class RefusingClient(TalkingClient):
     async def control(self, name: str, **arguments: Any) -> Any:
-        raise UserError("the json cannot be compiled: why")
+        raise UserError("the JSON schema cannot be compiled: why")
 
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
@@ -178,7 +178,7 @@ async def test_the_error_has_the_path_of_a_grammar_that_cannot_be_compiled(
         answer = await rig.post(f"/v1/{path}", {**prompts[path], **fields})
 
     assert answer.status_code == 400
-    assert answer.json()["error"]["message"] == f"{place}: the json cannot be compiled: why"
+    assert answer.json()["error"]["message"] == f"{place}: the JSON schema cannot be compiled: why"
 
 
 async def test_a_grammar_that_waits_too_long_gets_a_retry_time(
