@@ -104,14 +104,15 @@ class RuntimeVariables:
     def lazy(self) -> bool:
         """Whether the mode is lazy. Read once. Raises RuntimeError for a word, which the runtime's
         library cannot read (parse_env_numeric in the bridge's env_flags.cpp), and
-        NotImplementedError for a number above 1: such a lazy mode launches each operator, but no
-        event and no change of the stream launches any (lazy_kernels.cpp, HPUStream.cpp,
-        HPUEvent.cpp)."""
+        NotImplementedError for other numbers than 0 and 1. Above 1, lazy mode launches each
+        operator, but no event and no change of the stream launches any (lazy_kernels.cpp,
+        HPUStream.cpp, HPUEvent.cpp). With a leading zero, the number is octal to the library, and
+        a word other than 0 to its Python code (utils/internal.py)."""
         if self._lazy is None:
             text = self.environment.get("PT_HPU_LAZY_MODE")
             if text and not re.fullmatch("[0-9]{1,18}", text):
                 raise RuntimeError(_unreadable("PT_HPU_LAZY_MODE", text))
-            if text and int(text) > 1:
+            if text and text not in ("0", "1"):
                 raise NotImplementedError(f"PT_HPU_LAZY_MODE={text} is not modelled")
             self._lazy = self.default_lazy if text is None else text != "0"
         return self._lazy

@@ -257,6 +257,10 @@ class EmulatedDevice:
             rules.check_dims(name, args, rules.MAX_INDEX_DIMS)
         if name in rules.COPIED_DIMS and self.is_lazy():
             rules.check_dims(name, args, rules.COPIED_DIMS)
+        if name in rules.PUTS and self.is_lazy():
+            rules.check_on_card(name, args)
+        if rules.is_cast(func, args) and self.is_lazy():
+            return torch.ops.aten._to_copy.default(args[0], dtype=torch.bool)
         self._check_lifetimes(op, args, on_device)
         if op.writes:
             self._check_view_write(name, args, kwargs)
@@ -374,6 +378,9 @@ class EmulatedDevice:
         )
         if op.name in rules.PUTS and self.is_lazy():
             rules.check_put(op.name, args, self._report_misuse)
+        selects = op.name == "aten::masked_select" and self.is_lazy()
+        if selects and rules.selects_all(args, self._report_misuse):
+            return args[0]
         if op.name == "aten::cumsum_" and self.runs_eagerly():
             rules.check_running_sum(args, self._report_misuse)
         if op.is_integer_op:

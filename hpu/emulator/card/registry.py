@@ -44,6 +44,9 @@ MAX_STABLE_SORT = 37
 MAX_DIMS = 5
 """Maximum dimensions for the kernels of the ops below."""
 
+MAX_UNIQUE_DIMS = 4
+"""Maximum dimensions for which `unique` runs on the card in eager mode."""
+
 MAX_NARROW_NONZERO_DIMS = 4
 """Maximum dimensions for which `nonzero` uses a kernel without float16."""
 
@@ -79,8 +82,20 @@ def _index_reduce(given: Arguments, mode: Mode) -> bool:
 
 
 def _index_put(given: Arguments, mode: Mode) -> bool:
+    """Outside of lazy mode and of compiled code, the op runs on the host beyond MAX_DIMS (the
+    bridge's kernels_impl.cpp, later than 1.19)."""
     dtype = given["self"].dtype
+    if _runs_eagerly(mode) and given["self"].dim() > MAX_DIMS:
+        return False
     return dtype in PUT or dtype in (FP8 if mode.is_lazy else NARROW_INTEGERS)
+
+
+def _runs_eagerly(mode: Mode) -> bool:
+    return not (mode.is_lazy or mode.is_compiled)
+
+
+def _unique(given: Arguments, mode: Mode) -> bool:
+    return not _runs_eagerly(mode) or given["self"].dim() <= MAX_UNIQUE_DIMS
 
 
 def _nonzero(given: Arguments, mode: Mode) -> bool:
@@ -154,6 +169,8 @@ LIMITS: dict[str, Callable[[Arguments, Mode], bool]] = {
     "aten::scatter_add_": _scatter_add,
     "aten::nonzero": _nonzero,
     "aten::masked_select": _masked_select,
+    "aten::_unique": _unique,
+    "aten::_unique2": _unique,
     "aten::unique_dim": lambda given, _: not given["sorted"],
     "aten::div": _divide,
     "aten::div_": _divide,

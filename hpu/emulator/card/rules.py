@@ -52,7 +52,7 @@ ALIASES = _names("detach alias lift_fresh")
 EMPTY = _names("empty empty_strided empty_like new_empty new_empty_strided")
 """Ops that allocate without writing."""
 
-UNDECOMPOSED = ("aten::one_hot", "aten::scaled_dot_product_attention")
+UNDECOMPOSED = ("aten::one_hot", "aten::scaled_dot_product_attention", "aten::instance_norm")
 """Composite ops that the device runs undecomposed."""
 
 SUPPORTED_DTYPES = frozenset(
@@ -263,6 +263,35 @@ def check_put(name: str, args: tuple[Tensor, list[Tensor | None], Tensor], repor
     has_gap = not all(isinstance(index, Tensor) for index in args[1])
     if has_gap and args[2].numel() > 1:
         report("index_values", "several values for an index after an unindexed dimension", name)
+
+
+def check_on_card(name: str, args: tuple[Tensor, list[Tensor | None], Tensor]) -> None:
+    """Raise RuntimeError for an index_put of lazy mode with a host tensor, also without dimensions
+    (_index_put_impl_hpu_lazy_ in the bridge's lazy_kernels.cpp of 2025)."""
+    for given in (*args[1], args[2]):
+        if isinstance(given, Tensor) and given.device.type != "hpu":
+            raise RuntimeError(
+                f"{name}: Expected all tensors to be on the HPU device, but found a tensor on "
+                f"{given.device}"
+            )
+
+
+def selects_all(args: tuple[Tensor, Tensor], report: Report) -> bool:
+    """Whether a masked_select of lazy mode returns its input, because the mask has more dimensions
+    (masked_select_hpu_lazy in the bridge's lazy_kernels.cpp). Reported."""
+    is_larger = args[1].dim() > args[0].dim()
+    if is_larger:
+        text = "a mask with more dimensions than the input selects nothing: the input is returned"
+        report("mask_dims", text, "aten::masked_select")
+    return is_larger
+
+
+def is_cast(func: torch._ops.OpOverload, args: Arguments) -> bool:
+    """Whether a view as another dtype is a cast in lazy mode: a view of bytes as bool
+    (view_dtype_hpu in the bridge's lazy_kernels.cpp)."""
+    if func is not torch.ops.aten.view.dtype or args[1] != torch.bool:
+        return False
+    return bool(args[0].element_size() == 1 and args[0].dtype != torch.bool)
 
 
 def run(func: Any, args: Arguments, kwargs: Keywords, report: Report) -> Any:

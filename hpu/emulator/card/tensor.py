@@ -40,6 +40,8 @@ class Owner(Protocol):
 
     uids: "count[int]"
 
+    def is_lazy(self) -> bool: ...
+
     def runs_eagerly(self) -> bool: ...
 
     def run(
@@ -252,7 +254,8 @@ def set_item(tensor: Tensor, key: Any, value: Any) -> None:
     if indices:
         if not isinstance(value, Tensor):
             value = torch.full((), value, dtype=tensor.dtype, device=tensor.device)
-        elif value.device != tensor.device:
+        elif isinstance(tensor, HpuTensor) and not tensor.owner.is_lazy():
+            # In lazy mode the card refuses a value on the host.
             value = value.to(tensor.device)
         torch.ops.aten.index_put_.default(view, indices, value)
     elif isinstance(value, Tensor):

@@ -407,7 +407,7 @@ class Int4Conversion:
         """Like `from_uint4` for two's complement values."""
         values = _signed(self._unpack("convert_from_int4", input))
         if zero_point is not None and zero_point.dtype == torch.int32:
-            zero_point = _signed(_nibbles(zero_point)).float()
+            zero_point = _signed(_nibbles(zero_point)).to(scale.dtype)
         return _dequantize("convert_from_int4", values, scale, zero_point, out_dtype, None)
 
     def _unpack(self, name: str, packed: Tensor) -> Tensor:
@@ -433,6 +433,7 @@ def _dequantize(
     groups = None
     if g_idx is not None or scale.shape != values.shape:
         groups = _groups_of_rows(name, values, scale, g_idx)
+    _check_forms(name, zero_point, scale, out_dtype, is_grouped=isinstance(g_idx, Tensor))
     wide = values.float()
     if zero_point is not None:
         zeros = _nibbles(zero_point) if zero_point.dtype == torch.int32 else zero_point
@@ -446,6 +447,29 @@ def _dequantize(
     return (wide * (scale if groups is None else scale[groups]).float()).to(out_dtype)
 
 
+def _check_forms(
+    name: str,
+    zero_point: Tensor | None,
+    scale: Tensor,
+    out_dtype: torch.dtype,
+    *,
+    is_grouped: bool,
+) -> None:
+    """Raise RuntimeError for dtypes that the bridge refuses (convert_from_int4_gen.cpp of 2025):
+    with a group index the output is bfloat16 and the zero points are packed, else zero points
+    have the dtype of the input or of the scales."""
+    if is_grouped and out_dtype != torch.bfloat16:
+        raise RuntimeError(
+            f"{name}: only bfloat16 output is supported with a group index, got {out_dtype}"
+        )
+    taken = (torch.int32,) if is_grouped else (torch.int32, scale.dtype)
+    if isinstance(zero_point, Tensor) and zero_point.dtype not in taken:
+        raise RuntimeError(
+            f"{name}: zero points are {zero_point.dtype}, they must be "
+            f"{' or '.join(map(str, taken))}"
+        )
+
+
 def _groups_of_rows(name: str, values: Tensor, scale: Tensor, g_idx: Tensor | None) -> Tensor:
     """Group of each row of `values`, (rows) int64."""
     if values.dim() != 2 or scale.dim() != 2 or scale.shape[1] != values.shape[1]:
@@ -454,9 +478,9 @@ def _groups_of_rows(name: str, values: Tensor, scale: Tensor, g_idx: Tensor | No
             "weights (rows, columns) must be (groups, columns) or (rows, columns)"
         )
     rows, groups = values.shape[0], scale.shape[0]
+    if rows % groups:
+        raise RuntimeError(f"{name}: {rows} rows do not divide evenly into {groups} groups")
     if g_idx is None:
-        if rows % groups:
-            raise RuntimeError(f"{name}: {rows} rows do not divide evenly into {groups} groups")
         return torch.arange(rows) // (rows // groups)
     if g_idx.dtype != torch.int32 or g_idx.shape != (rows,):
         raise RuntimeError(

@@ -105,8 +105,9 @@ def can_convert(weight: StoredWeight, *, takes_groups: bool) -> bool:
     scheme = weight.scheme
     if scheme.is_float or scheme.bits != 4 or weight.out_features % PER_INT32:
         return False
-    if scheme.desc_act:
-        return takes_groups
+    if scheme.desc_act and not takes_groups:
+        return False
+    # The operator takes only groups that divide the rows, also with an index of groups.
     return weight.in_features % weight.num_groups == 0
 
 

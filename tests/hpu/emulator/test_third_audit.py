@@ -315,7 +315,8 @@ def test_an_index_into_too_many_dimensions_is_refused(name: str, lazy: bool) -> 
 def test_an_index_of_fewer_dimensions_runs_on_the_card(lazy: bool) -> None:
     with emulated(lazy=lazy, strict=True):
         assert _ones(1, 1, 1, 1, 2)[_row()].shape == (1, 1, 1, 1, 2)
-        _put(_ones(1, 1, 1, 1, 1, 1, 1, 2))
+        # In eager mode, a later release runs a write beyond 5 dimensions on the host.
+        _put(_ones(*[1] * (7 if lazy else 4), 2))
 
 
 @pytest.mark.parametrize("lazy", [True, False])

@@ -12,6 +12,7 @@ from quantized_checkpoints import FORMATS, STACKING, Floats, Integers, Quantized
 from torch import Tensor
 
 from config.execution import ExecutionConfig
+from config.model.quantization.base import WeightScheme
 from config.model.read_config import read_model_config
 from hpu.gaudi_devices import GENERATIONS
 from hpu.layers.linear import LinearBase
@@ -303,3 +304,14 @@ def test_layers_compile_without_graph_breaks(name: str, make: Make) -> None:
     found, _ = tokens_on_card(folder, "gaudi2", execution)
 
     assert found == tokens_on_card(folder, "gaudi2")[0]
+
+
+@pytest.mark.parametrize(("in_features", "takes"), [(96, True), (80, False)])
+def test_weights_whose_groups_do_not_divide_the_rows_are_dequantized(
+    in_features: int, takes: bool
+) -> None:
+    scheme = WeightScheme(bits=4, parts=(), group_size=32, desc_act=True)
+    weight = StoredWeight(scheme, in_features, 16, 192, (16,))
+
+    assert can_convert(weight, takes_groups=True) == takes
+    assert not can_convert(weight, takes_groups=False)

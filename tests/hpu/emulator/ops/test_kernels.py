@@ -322,11 +322,11 @@ def test_four_bit_weights_unpack_to_their_values(
 def test_four_bit_weights_take_the_group_of_each_row_from_its_index() -> None:
     values, scales, zeros = int4_weights(0, 16)
     g_idx = torch.tensor([2, 0, 1, 1, 0, 2], dtype=torch.int32)
-    expected = (values - zeros[g_idx]) * scales[g_idx]
+    expected = ((values - zeros[g_idx]) * scales[g_idx]).bfloat16()
 
     with emulated(release="1.22.0"):
         weights = on_card(packed(values), scales, packed(zeros))
-        out = torch.ops.hpu.convert_from_uint4(*weights, torch.float32, g_idx.to("hpu"))
+        out = torch.ops.hpu.convert_from_uint4(*weights, torch.bfloat16, g_idx.to("hpu"))
         plain = torch.ops.hpu.convert_from_uint4(*weights, torch.float32, None)
 
         assert torch.equal(out.cpu(), expected)
