@@ -1,6 +1,7 @@
 """Backend: interface of a device."""
 
-from collections.abc import Callable, Iterable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -172,6 +173,28 @@ class Backend(Protocol):
     def host_tensor(self, size: int, dtype: torch.dtype) -> Tensor:
         """A flat host tensor for fast uploads (pinned if that helps)."""
         ...
+
+    def input_tensors(self, size: int, dtype: torch.dtype, count: int) -> Iterator[Tensor]:
+        """Flat device tensors among which the uploads of `count` launches in flight alternate, each
+        created when it is taken. A single tensor is repeated, unless an upload into a tensor waits
+        for the launch that reads it."""
+        return itertools.repeat(self.zeros((size,), dtype), count)
+
+    def host_for(self, device: Tensor) -> Tensor:
+        """Flat host tensor to fill before an `upload` to the flat tensor `device`: `device` itself
+        if device memory is host memory."""
+        return self.host_tensor(len(device), device.dtype)
+
+    def device_copy(self, host: Tensor) -> Tensor:
+        """Upload `host` to a new device tensor; returns `host` itself if device memory is host
+        memory. The source must not change, as in `upload`."""
+        target = self.zeros(tuple(host.shape), host.dtype)
+        self.upload(target, host)
+        return target
+
+    def capture_input(self, uploaded: Tensor) -> Tensor:
+        """Tensor to capture for graphs whose replays read `uploaded`, a target of uploads."""
+        return uploaded
 
     def to_host(self, tensor: Tensor) -> Tensor:
         """Start a copy to the host. The result is valid when an `event()` created after this call

@@ -9,7 +9,7 @@ import logging
 import math
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -201,6 +201,16 @@ class CpuBackend(Backend):
 
     def host_tensor(self, size: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(size, dtype=dtype)
+
+    def input_tensors(self, size: int, dtype: torch.dtype, count: int) -> Iterator[Tensor]:
+        # The CPU has finished a launch before the host fills the inputs of the next.
+        return iter((self.zeros((size,), dtype),))
+
+    def host_for(self, device: Tensor) -> Tensor:
+        return device
+
+    def device_copy(self, host: Tensor) -> Tensor:
+        return host
 
     def to_host(self, tensor: Tensor) -> Tensor:
         # Copied: the caller may write to its tensor again before the host reads the result.

@@ -535,6 +535,18 @@ class GaudiBackend(Backend):
         # Not pinned, as in the vendor's plug-in for vLLM.
         return torch.zeros(size, dtype=dtype)
 
+    def input_tensors(self, size: int, dtype: torch.dtype, count: int) -> Iterator[Tensor]:
+        # With a single tensor, a bucket that runs in every step could upload only between launches:
+        # a launch registers itself as the producer of all its inputs' storages, and a copy from the
+        # host waits for the producer of its target (the bridge's hpu_habana_cache.cpp, Launch, and
+        # device.cpp, copy_data_to_device).
+        return (self.zeros((size,), dtype) for _ in range(count))
+
+    def capture_input(self, uploaded: Tensor) -> Tensor:
+        # A private copy: the runtime copies each replay's inputs to the captured tensors, which
+        # must not alias the target of an upload.
+        return uploaded.clone()
+
     def to_host(self, tensor: Tensor) -> Tensor:
         # Launch the work that produces the tensor before another stream waits for it.
         self.mark_step()

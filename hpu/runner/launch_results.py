@@ -74,10 +74,8 @@ class PromptLogits:
         width = len(numbers[0])
         host = self._backend.host_tensor(len(numbers) * width, self._backend.index_dtype)
         np.stack(numbers, out=host.numpy().reshape(len(numbers), width), casting="unsafe")
-        device = self._backend.zeros((len(host),), self._backend.index_dtype)
-        self._backend.upload(device, host)
         output.pinned.append(host)
-        return torch.split(device, width)
+        return torch.split(self._backend.device_copy(host), width)
 
 
 class LaunchResults(ABC):

@@ -2,23 +2,22 @@
 
 from typing import Any
 
+from card_memory import RebindingMemory
 from torch import nn
 
-from hpu.backends.cpu import CallGraph, CpuBackend
+from hpu.backends.cpu import CallGraph
 
 GRAPH_BYTES = 1000
 FULL = "the card is full"
 REFUSED = "Graph compile failed. synStatus=synFail 26"
 
 
-class CapturedCard(CpuBackend):
+class CapturedCard(RebindingMemory):
     """Every graph takes GRAPH_BYTES of `total`, and `capacity` graphs fit. A model with the hook
     `refuse` runs out of memory above `most_tokens`, and its compiler refuses `uncompilable` tokens.
     No graph of `ungraphable` tokens can be compiled. No other object takes memory."""
 
     captures = True
-    shares_host_memory = False
-    rebinds_inputs = True
 
     def __init__(
         self,
