@@ -45,9 +45,9 @@ class Graph(Protocol):
     calls the function, which returns new outputs."""
 
     def replay(self, *inputs: Any) -> Any:
-        """Run on `inputs`. A captured graph returns the same output tensors on every call. `inputs`
-        have the shapes of the captured inputs; without `rebinds_inputs` they must be the captured
-        tensors themselves."""
+        """Run on `inputs`, which have the shapes of the captured inputs. On a device without
+        `Backend.capture_function` they must be the captured tensors themselves. A captured graph
+        returns the same output tensors on every call."""
         ...
 
 
@@ -99,10 +99,6 @@ class Backend(Protocol):
     includes blocks of other requests, than when it gathers the blocks of its requests."""
     shares_host_memory: bool
     """Whether device memory is host memory. If so, most of it must be left to other processes."""
-    rebinds_inputs: bool
-    """True if an upload into a tensor waits for the launch that reads the tensor, and if a graph
-    replay may read other tensors than the captured inputs. Input buffers then alternate between
-    sets of device memory."""
 
     recipe: AbstractContextManager[None] = nullcontext()
     """Context for work outside graphs and `compiled` functions, such as an update in place: its end
@@ -203,8 +199,8 @@ class Backend(Protocol):
 
     def upload(self, target: Tensor, source: Tensor) -> None:
         """Copy a host tensor into a device tensor of the same shape. Does not wait for the copy,
-        except for large tensors on a Gaudi and on a device that shares the host's memory; with
-        `rebinds_inputs`, waits for the launch that reads `target`.
+        except for large tensors on a Gaudi and on a device that shares the host's memory; a Gaudi
+        also waits for the launch that reads `target`.
 
         The source must not change until an `event()` created after the call is done.
         """
@@ -217,19 +213,24 @@ class Backend(Protocol):
         for target, source in copies:
             self.upload(target, source)
 
-    def capture(
+    def capture(self, function: Callable[..., Any], inputs: tuple[Any, ...]) -> Graph:
+        """Record `function(*inputs)`; the tensors in `inputs` become the graph's inputs.
+
+        The function has run at least once when this returns.
+        """
+        ...
+
+    def capture_function(
         self,
         function: Callable[..., Any],
         inputs: tuple[Any, ...],
         *,
         frees_intermediates: bool = False,
-    ) -> Graph:
-        """Record `function(*inputs)`; the tensors in `inputs` become the graph's inputs.
-
-        The function has run at least once when this returns. `frees_intermediates`: free the
-        intermediates of the graph, even on a device that keeps intermediates of the model's graphs.
-        """
-        ...
+    ) -> Graph | None:
+        """Record a function whose replays get other tensors than `inputs`; None: graphs of this
+        device read the captured tensors only. `frees_intermediates`: free the intermediates of the
+        graph, even on a device that keeps intermediates of the model's graphs."""
+        return None
 
     def compiled(self, function: Function) -> Function:
         """Compile `function`, a pure function of tensors, as a whole or run it as a single recipe,

@@ -122,7 +122,6 @@ class CpuBackend(Backend):
     compiles = False
     reads_contiguously = False
     shares_host_memory = True
-    rebinds_inputs = False
 
     def __init__(
         self,
@@ -219,13 +218,7 @@ class CpuBackend(Backend):
     def upload(self, target: Tensor, source: Tensor) -> None:
         target.copy_(source)
 
-    def capture(
-        self,
-        function: Callable[..., Any],
-        inputs: tuple[Any, ...],
-        *,
-        frees_intermediates: bool = False,
-    ) -> CallGraph:
+    def capture(self, function: Callable[..., Any], inputs: tuple[Any, ...]) -> CallGraph:
         return CallGraph(function, inputs)
 
     def prepare(self, model: nn.Module, patcher: IncCompressor | None = None) -> nn.Module:

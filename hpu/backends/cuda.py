@@ -83,8 +83,6 @@ class CudaBackend(Backend):
     compiles = False
     reads_contiguously = False
     shares_host_memory = False
-    # A graph reads the captured addresses, and the stream orders uploads and launches.
-    rebinds_inputs = False
 
     def __init__(self, ranks: Ranks = SINGLE_RANK) -> None:
         missing = missing_cuda(
@@ -171,13 +169,7 @@ class CudaBackend(Backend):
                 target.copy_(source, non_blocking=True)
         torch.cuda.current_stream(self.device).wait_stream(self._uploads)
 
-    def capture(
-        self,
-        function: Callable[..., Any],
-        inputs: tuple[Any, ...],
-        *,
-        frees_intermediates: bool = False,
-    ) -> CudaGraph:
+    def capture(self, function: Callable[..., Any], inputs: tuple[Any, ...]) -> CudaGraph:
         current = torch.cuda.current_stream(self.device)
         self._side.wait_stream(current)
         try:

@@ -217,10 +217,6 @@ class GaudiBackend(Backend):
     compiles = True
     reads_contiguously = True
     shares_host_memory = False
-    # A launch registers itself as the producer of all its inputs' storages, and a copy from the
-    # host waits for the producer of its target (the bridge's hpu_habana_cache.cpp, Launch, and
-    # device.cpp, copy_data_to_device).
-    rebinds_inputs = True
 
     def __init__(
         self,
@@ -560,7 +556,10 @@ class GaudiBackend(Backend):
         is_small = source.numel() * source.element_size() < ASYNCHRONOUS_BYTES
         target.copy_(source, non_blocking=is_small)
 
-    def capture(
+    def capture(self, function: Callable[..., Any], inputs: tuple[Any, ...]) -> HpuGraph:
+        return self.capture_function(function, inputs)
+
+    def capture_function(
         self,
         function: Callable[..., Any],
         inputs: tuple[Any, ...],

@@ -55,12 +55,13 @@ class CapturedCard(RebindingMemory):
         if inputs[0].numel() == self._uncompilable:
             raise RuntimeError(REFUSED)
 
-    def capture(
+    def capture_function(
         self, function: Any, inputs: tuple[Any, ...], *, frees_intermediates: bool = False
     ) -> CallGraph:
-        if frees_intermediates:
-            # The sampler's graphs take no memory here and are not counted.
-            return CallGraph(function, inputs)
+        # The sampler's graphs take no memory here and are not counted.
+        return (CallGraph if frees_intermediates else self.capture)(function, inputs)
+
+    def capture(self, function: Any, inputs: tuple[Any, ...]) -> CallGraph:
         if len(self.captured) == self._capacity:
             raise RuntimeError(FULL)
         tokens = function(*inputs).shape[:2]

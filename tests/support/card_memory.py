@@ -21,8 +21,6 @@ class CardMemory(CpuBackend):
 class RebindingMemory(CardMemory):
     """A device whose replays may read tensors that their capture did not read."""
 
-    rebinds_inputs = True
-
     def input_tensors(self, size: int, dtype: torch.dtype, count: int) -> Iterator[Tensor]:
         return (self.zeros((size,), dtype) for _ in range(count))
 
