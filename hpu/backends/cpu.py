@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from config.engine import DEFAULT_MEMORY_UTILIZATION, EngineConfig
+from config.errors import ConfigError
 from config.malloc import retain_freed_memory
 from config.model.kv_cache_dtype import AUTO
 from config.model.model_config import ModelConfig
@@ -383,6 +384,11 @@ def _make(config: EngineConfig, ranks: Ranks, on_step: OnStep) -> CpuBackend:
         logger.info(
             "--gpu-memory-utilization has no effect on a CPU: --kv-cache-memory-bytes sets the "
             "size of the KV cache"
+        )
+    if config.offload.cpu_offload_gb:
+        raise ConfigError(
+            f"--cpu-offload-gb is {config.offload.cpu_offload_gb:g} and the device is cpu, whose "
+            "weights are in host memory already: set it to 0"
         )
     folder = kernel_folder(config.cache_dir) if config.cpu_kernels == "auto" else None
     backend = CpuBackend(

@@ -219,6 +219,11 @@ def missing_cuda(version: str, built_for: str | None, has_device: bool) -> str |
 
 
 def _make(config: EngineConfig, ranks: Ranks, on_step: OnStep) -> CudaBackend:
+    if (method := config.speculation.choose()) is not None:
+        raise ConfigError(
+            f"--speculative-config names the method {method.method}, and the device is cuda, "
+            "drafts are verified on hpu and cpu only: leave --speculative-config out"
+        )
     return CudaBackend(ranks)
 
 

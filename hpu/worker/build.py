@@ -217,12 +217,6 @@ def check_speculation(loaded: LoadedModel) -> None:
             "image tokens, whose ids are above the vocabulary and would be drafted: leave "
             "--speculative-config out"
         )
-    if not (loaded.backend.shares_host_memory or loaded.backend.compiles):
-        raise ConfigError(
-            f"--speculative-config names the method {method.method}, and the device is "
-            f"{loaded.backend.name}, drafts are verified on hpu and cpu only: leave "
-            "--speculative-config out"
-        )
 
 
 def make_sampler(loaded: LoadedModel) -> Sampler | None:
