@@ -13,7 +13,7 @@ from config.model.kv_cache_dtype import AUTO
 from config.model.model_config import ModelConfig
 from hpu.backends.page_prefaulter import PagePrefaulter
 from hpu.backends.runtime_metrics import RuntimeMetrics
-from hpu.distributed.process_groups import SINGLE, ProcessGroup
+from hpu.distributed.process_groups import SINGLE, ProcessGroup, ProcessGroups, make_groups
 from hpu.ops.kernels import Kernels
 from hpu.quantization.base import LinearMethod, MoEMethod
 from hpu.quantization.inc import IncCompressor
@@ -148,10 +148,9 @@ class Backend(Protocol):
         """Wait for all submitted work."""
         return
 
-    def mark_step(self) -> None:
-        """End the current recipe, on a device that collects operations into recipes. For
-        collectives; other work uses `recipe`."""
-        return
+    def make_groups(self, *, tensor: int, pipeline: int, data: int) -> ProcessGroups:
+        """Create the groups of this rank; see hpu.distributed.process_groups.make_groups."""
+        return make_groups(tensor=tensor, pipeline=pipeline, data=data)
 
     def event(self) -> Event:
         """An event after all work submitted so far."""
@@ -299,6 +298,10 @@ class Backend(Protocol):
         and copies to the host are garbage. Errors may belong to an earlier launch.
         """
         return nullcontext(False)
+
+    def drops_weights(self, sleep_level: int) -> bool:
+        """Whether a sleep frees the memory of the weights."""
+        return True
 
     def end_warmup(self) -> None:
         """Called at the end of warm-up. Nothing should compile after it."""

@@ -297,6 +297,10 @@ class CpuBackend(Backend):
             if self._library is not None:
                 self._library.use_threads(threads)
 
+    def drops_weights(self, sleep_level: int) -> bool:
+        # At level 1 the weights move to host memory, where they are.
+        return sleep_level > 1
+
     def end_warmup(self) -> None:
         retain_freed_memory(RETAINED_BYTES)
 

@@ -41,7 +41,7 @@ from hpu.backends.gaudi_experts import check_experts
 from hpu.backends.gaudi_group import GaudiGroup
 from hpu.backends.runtime_metrics import RuntimeMetrics
 from hpu.bucketing.select import GAUDI_STRATEGY
-from hpu.distributed.process_groups import SINGLE_RANK, Ranks
+from hpu.distributed.process_groups import SINGLE_RANK, ProcessGroups, Ranks, make_groups
 from hpu.doctor.machine import distribution_version
 from hpu.gaudi_devices import (
     GENERATIONS,
@@ -518,7 +518,11 @@ class GaudiBackend(Backend):
         self._copies.wait_all()
 
     def mark_step(self) -> None:
+        """End the current recipe."""
         self._htcore.mark_step()
+
+    def make_groups(self, *, tensor: int, pipeline: int, data: int) -> ProcessGroups:
+        return make_groups(tensor=tensor, pipeline=pipeline, data=data, mark_step=self.mark_step)
 
     def event(self) -> GaudiEvent:
         self.mark_step()
