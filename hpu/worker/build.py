@@ -4,6 +4,7 @@ import gc
 import logging
 import time
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from config.checkpoint.draft import check_target
@@ -26,6 +27,7 @@ from hpu.models.base import CausalLM
 from hpu.models.decoder import Decoder
 from hpu.models.pooling import PoolingModel
 from hpu.multimodal.images import TEXT_ONLY, ImageFeature, ImageLimits, Images, TowerLaunches
+from hpu.offload.block_copies import DirectCopies, StagedCopies
 from hpu.offload.host_blocks import staging_bytes
 from hpu.protocol import DECODE, PREFILL, SINGLE_RANK, Bucket, Ranks
 from hpu.quantization.kv_cache import KVCacheFormat
@@ -195,7 +197,9 @@ def _with_offload(loaded: LoadedModel, components: Components, ranks: Ranks) -> 
         for kv_cache in (components.cache, *components.draft_caches)
         for tensor in kv_cache.paged
     ]
-    offload = BlockOffload(loaded, caches, ranks)
+    on_host = loaded.backend.shares_host_memory
+    copies = DirectCopies if on_host else partial(StagedCopies, backend=loaded.backend)
+    offload = BlockOffload(loaded, caches, ranks, copies)
     components.runner.offload = offload
     return replace(components, offload=offload)
 
