@@ -117,6 +117,7 @@ class CpuBackend(Backend):
 
     name = "cpu"
     card = driver = software = ""
+    memory_name = "host"
     default_block_size = 32
     default_strategy = "exact"
     captures = False
@@ -200,7 +201,7 @@ class CpuBackend(Backend):
         return ThreadedPrefaulter(caches, num_blocks)
 
     def host_tensor(self, size: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(size, dtype=dtype)
+        return self.zeros((size,), dtype)
 
     def input_tensors(self, size: int, dtype: torch.dtype, count: int) -> Iterator[Tensor]:
         # The CPU has finished a launch before the host fills the inputs of the next.

@@ -219,8 +219,8 @@ class Warmup:
             self._capture_all(usable, progress)
         progress.finish()
         taken = free - self._backend.memory()[0]
-        memory = "host" if self._backend.shares_host_memory else "device"
-        report.log_finished(len(usable), time.perf_counter() - start, max(0, taken), memory)
+        seconds = time.perf_counter() - start
+        report.log_finished(len(usable), seconds, max(0, taken), self._backend.memory_name)
         return usable if buckets else []
 
     def _prepare(self, bucket: Bucket) -> bool:

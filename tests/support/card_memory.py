@@ -13,6 +13,7 @@ class CardMemory(CpuBackend):
     """A device whose graphs read the captured inputs."""
 
     shares_host_memory = False
+    memory_name = "device"
     input_tensors = Backend.input_tensors
     host_for = Backend.host_for
     device_copy = Backend.device_copy
