@@ -391,7 +391,7 @@ def _buckets(plan: Plan, table: BucketTable) -> list[str]:
     count, seconds = plan.num_graphs, plan.target.seconds_per_graph
     lines = [f"buckets, {plan.strategy}: {prompts} for prompts, {decodes} for decodes"]
     if not count:
-        lines.append("warm-up: no graphs are captured, eager mode is enforced")
+        lines.append("warm-up: no graphs are captured")
     else:
         least, most = (size / GIB for size in plan.graph_bytes)
         lines.append(
