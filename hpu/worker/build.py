@@ -29,12 +29,13 @@ from hpu.models.pooling import PoolingModel
 from hpu.multimodal.images import TEXT_ONLY, ImageFeature, ImageLimits, Images, TowerLaunches
 from hpu.offload.block_copies import DirectCopies, StagedCopies
 from hpu.offload.host_blocks import staging_bytes
+from hpu.profiling.diagnostics import Diagnostics, RuntimeDiagnostics
 from hpu.protocol import DECODE, PREFILL, SINGLE_RANK, Bucket, Ranks
 from hpu.quantization.kv_cache import KVCacheFormat
 from hpu.runner.batch_state import BatchState
 from hpu.runner.counters import Counters
 from hpu.runner.drafting.hidden_cache import HiddenCache
-from hpu.runner.graph_cache import Forward, GraphCache
+from hpu.runner.graph_cache import CapturingGraphCache, Forward, GraphCache
 from hpu.runner.input_buffers import (
     DecodeLayout,
     HiddenBuffers,
@@ -223,6 +224,17 @@ def check_speculation(loaded: LoadedModel) -> None:
         )
 
 
+def make_diagnostics(loaded: LoadedModel, counters: Counters) -> Diagnostics:
+    """Create the counters of the runtime's work. They count compilations by phase unless graphs are
+    captured, which GraphCache counts."""
+    metrics = loaded.backend.runtime_metrics
+    if metrics is None:
+        return Diagnostics()
+    return RuntimeDiagnostics(
+        metrics, loaded.config.execution, counters, counts_by_phase=not loaded.captures
+    )
+
+
 def make_sampler(loaded: LoadedModel) -> Sampler | None:
     """Create the sampler; None for a pooling model. Shapes are static if launches are padded and
     other shapes would have to be compiled or captured. Includes the runner's reserved request
@@ -268,15 +280,17 @@ def make_runner(
         assert isinstance(body, Decoder), "other models keep their weights on the device"
         forward = PiecewiseForward(body, loaded.weight_ring, backend)
     forward = keeping_hidden(loaded, draft_caches, forward)
-    graphs = GraphCache(
-        loaded.lora.forward_of(forward),
-        backend,
-        counters,
-        captures=captures,
-        budget_bytes=graph_bytes,
-        runs_once=loaded.has_states or loaded.num_rings > 0 or stage.size > 1,
-        agreement=loaded.agreement,
-    )
+    forward = loaded.lora.forward_of(forward)
+    graphs = GraphCache(forward, backend, counters)
+    if captures:
+        graphs = CapturingGraphCache(
+            forward,
+            backend,
+            counters,
+            budget_bytes=graph_bytes,
+            runs_once=loaded.has_states or loaded.num_rings > 0 or stage.size > 1,
+            agreement=loaded.agreement,
+        )
     if isinstance(model, PoolingModel):
         texts = InputBufferPool(backend, {PREFILL: PoolingLayout()})
         pooling_runner = PoolingRunner(model.pooler, backend, graphs, texts)
