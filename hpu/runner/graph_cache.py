@@ -1,5 +1,5 @@
-"""GraphCache: runs the forward pass of each bucket. CapturingGraphCache: captures it, and replays the
-graph on the bucket's input buffers."""
+"""GraphCache: runs the forward pass of each bucket. CapturingGraphCache: captures the forward pass,
+and replays the graph on the bucket's input buffers."""
 
 import gc
 import logging

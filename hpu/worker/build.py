@@ -37,7 +37,6 @@ from hpu.runner.counters import Counters
 from hpu.runner.drafting.hidden_cache import HiddenCache
 from hpu.runner.graph_cache import CapturingGraphCache, Forward, GraphCache
 from hpu.runner.input_buffers import (
-    DecodeLayout,
     HiddenBuffers,
     InputBufferPool,
     InputLayout,
@@ -54,11 +53,11 @@ from hpu.sampling.logprobs import LogprobsMode
 from hpu.sampling.sampler import Sampler
 from hpu.worker.block_offload import BlockOffload, check_offload
 from hpu.worker.drafting import (
-    draft_features,
-    draft_layout,
-    keeping_hidden,
+    DeviceDrafting,
+    DraftCaches,
+    Drafting,
+    HostDrafting,
     make_draft_caches,
-    make_model_runner,
 )
 from hpu.worker.load import LoadedModel
 from hpu.worker.memory import (
@@ -248,15 +247,9 @@ def make_sampler(loaded: LoadedModel) -> Sampler | None:
         backend,
         LogprobsMode.named(loaded.config.logprobs_mode),
         static_shapes=loaded.pads and (loaded.captures or backend.compiles),
-        num_sets=_num_launches(loaded),
+        num_sets=loaded.num_launches,
         ties=ties_of(keeps=loaded.config.handle_topk_duplicates),
     )
-
-
-def _num_launches(loaded: LoadedModel) -> int:
-    """Number of decodes whose inputs are kept: all decodes of two plans, so that an upload never
-    waits for a decode of the previous plan."""
-    return 2 * loaded.config.decodes_per_step
 
 
 def make_runner(
@@ -279,7 +272,8 @@ def make_runner(
     if loaded.weight_ring is not None:
         assert isinstance(body, Decoder), "other models keep their weights on the device"
         forward = PiecewiseForward(body, loaded.weight_ring, backend)
-    forward = keeping_hidden(loaded, draft_caches, forward)
+    drafting = _drafting(loaded, draft_caches)
+    forward = drafting.keeping_hidden(forward)
     forward = loaded.lora.forward_of(forward)
     graphs = GraphCache(forward, backend, counters)
     if captures:
@@ -310,7 +304,7 @@ def make_runner(
         pad_block=num_blocks,
         contiguous=loaded.contiguous,
     )
-    features = draft_features(loaded, batch_state)
+    features = drafting.features(batch_state)
     if loaded.lora.is_on:
         merges_prompts = loaded.prompts_per_row > 1
         features += (LoRASlotInputs(num_requests, merges_prompts=merges_prompts),)
@@ -319,8 +313,7 @@ def make_runner(
         PREFILL: PrefillLayout(
             features, prompts_per_row=loaded.prompts_per_row, hidden_buffers=hidden_buffers
         ),
-        DECODE: draft_layout(loaded, sampler, features, hidden_buffers)
-        or DecodeLayout(features, num_sets=_num_launches(loaded), hidden_buffers=hidden_buffers),
+        DECODE: drafting.decode_layout(sampler, features, hidden_buffers),
     }
     buffers = InputBufferPool(backend, layouts)
     parts = RunnerParts(
@@ -338,10 +331,19 @@ def make_runner(
         agreement=Agreement(loaded.groups.stage_host),
         features=features,
     )
-    runner = make_model_runner(loaded, parts, draft_caches, counters.add)
+    runner = drafting.runner(parts, counters.add)
     runner.lora = loaded.lora
     caches = () if draft_caches is None else draft_caches.all
     return Components(runner, graphs, buffers, cache, states, images, caches)
+
+
+def _drafting(loaded: LoadedModel, caches: DraftCaches | None) -> Drafting:
+    """`caches`: of the draft model or head, if there is one."""
+    method = loaded.config.speculation.choose()
+    if method is None:
+        return Drafting(loaded)
+    form = HostDrafting if loaded.backend.shares_host_memory else DeviceDrafting
+    return form(loaded, method, caches)
 
 
 def num_cache_rows(loaded: LoadedModel) -> int:

@@ -150,6 +150,12 @@ class LoadedModel:
         return own if self.tower is None else (*own, self.tower)
 
     @property
+    def num_launches(self) -> int:
+        """Number of decodes whose inputs are kept: all decodes of two plans, so that an upload
+        never waits for a decode of the previous plan."""
+        return 2 * self.config.decodes_per_step
+
+    @property
     def captures(self) -> bool:
         return self.backend.captures and not self.config.enforce_eager
 
