@@ -100,7 +100,7 @@ class Backend(Protocol):
     shares_host_memory: bool
     """Whether device memory is host memory. If so, most of it must be left to other processes."""
 
-    memory_name = "device"
+    memory_name: str = "device"
     """Name of the device's memory in log lines."""
     recipe: AbstractContextManager[None] = nullcontext()
     """Context for work outside graphs and `compiled` functions, such as an update in place: its end
