@@ -21,7 +21,9 @@ from hpu.quantization.kv_cache import KVCacheFormat
 from hpu.quantization.stored.mxfp4 import Mxfp4Experts
 from hpu.quantization.stored.weights import StoredExperts, StoredWeight
 
-Function = TypeVar("Function", bound=Callable[..., Any])
+Captured = Callable[..., Any]
+"""A function that a graph records."""
+Function = TypeVar("Function", bound=Captured)
 
 
 class Event(Protocol):
@@ -214,7 +216,7 @@ class Backend(Protocol):
         for target, source in copies:
             self.upload(target, source)
 
-    def capture(self, function: Callable[..., Any], inputs: tuple[Any, ...]) -> Graph:
+    def capture(self, function: Captured, inputs: tuple[Any, ...]) -> Graph:
         """Record `function(*inputs)`; the tensors in `inputs` become the graph's inputs.
 
         The function has run at least once when this returns.
@@ -223,7 +225,7 @@ class Backend(Protocol):
 
     def capture_function(
         self,
-        function: Callable[..., Any],
+        function: Captured,
         inputs: tuple[Any, ...],
         *,
         frees_intermediates: bool = False,

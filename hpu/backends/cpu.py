@@ -24,7 +24,7 @@ from config.malloc import retain_freed_memory
 from config.model.kv_cache_dtype import AUTO
 from config.model.model_config import ModelConfig
 from config.progress import OnStep, unreported_step
-from hpu.backends.base import Backend
+from hpu.backends.base import Backend, Captured
 from hpu.backends.page_prefaulter import PagePrefaulter, ThreadedPrefaulter
 from hpu.distributed.agreement import Agreement
 from hpu.distributed.process_groups import SINGLE_RANK, Ranks, join, leave
@@ -100,7 +100,7 @@ class CpuEvent:
 class CallGraph:
     """Graph without capture: calls the function again."""
 
-    def __init__(self, function: Callable[..., Any], inputs: tuple[Any, ...]) -> None:
+    def __init__(self, function: Captured, inputs: tuple[Any, ...]) -> None:
         self._function = function
         function(*inputs)
 
@@ -187,13 +187,7 @@ class CpuBackend(Backend):
         return CpuEvent()
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        # numpy uses calloc, so pages that are never written cost nothing; torch.zeros writes them.
-        size = math.prod(shape) * dtype.itemsize
-        if size == 0:
-            return torch.zeros(shape, dtype=dtype)
-        raw = np.zeros(size + ALIGNMENT, dtype=np.uint8)
-        start = -raw.ctypes.data % ALIGNMENT
-        return torch.from_numpy(raw[start : start + size]).view(dtype).view(shape)
+        return _host_zeros(shape, dtype)
 
     def pages_ahead(self, caches: Sequence[Tensor], num_blocks: int) -> PagePrefaulter:
         if platform.system() != "Linux" or not caches:
@@ -201,7 +195,7 @@ class CpuBackend(Backend):
         return ThreadedPrefaulter(caches, num_blocks)
 
     def host_tensor(self, size: int, dtype: torch.dtype) -> Tensor:
-        return self.zeros((size,), dtype)
+        return _host_zeros((size,), dtype)
 
     def input_tensors(self, size: int, dtype: torch.dtype, count: int) -> Iterator[Tensor]:
         # The CPU has finished a launch before the host fills the inputs of the next.
@@ -220,7 +214,7 @@ class CpuBackend(Backend):
     def upload(self, target: Tensor, source: Tensor) -> None:
         target.copy_(source)
 
-    def capture(self, function: Callable[..., Any], inputs: tuple[Any, ...]) -> CallGraph:
+    def capture(self, function: Captured, inputs: tuple[Any, ...]) -> CallGraph:
         return CallGraph(function, inputs)
 
     def prepare(self, model: nn.Module, patcher: IncCompressor | None = None) -> nn.Module:
@@ -311,6 +305,16 @@ class CpuBackend(Backend):
     def close(self) -> None:
         if self.world.size > 1:
             leave()
+
+
+def _host_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    # numpy uses calloc, so pages that are never written cost nothing; torch.zeros writes them.
+    size = math.prod(shape) * dtype.itemsize
+    if size == 0:
+        return torch.zeros(shape, dtype=dtype)
+    raw = np.zeros(size + ALIGNMENT, dtype=np.uint8)
+    start = -raw.ctypes.data % ALIGNMENT
+    return torch.from_numpy(raw[start : start + size]).view(dtype).view(shape)
 
 
 def use_cpu_kernels(model: nn.Module, library: Library | None) -> nn.Module:

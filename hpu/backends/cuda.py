@@ -2,7 +2,7 @@
 replayed as graphs, as on a Gaudi."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from config.engine import EngineConfig
 from config.errors import ConfigError, bytes_text
 from config.progress import OnStep
-from hpu.backends.base import Backend, FusibleModel
+from hpu.backends.base import Backend, Captured, FusibleModel
 from hpu.distributed.process_groups import SINGLE_RANK, Ranks, join, leave
 from hpu.ops.torch_kernels import TorchKernels
 from hpu.quantization.inc import IncCompressor
@@ -169,7 +169,7 @@ class CudaBackend(Backend):
                 target.copy_(source, non_blocking=True)
         torch.cuda.current_stream(self.device).wait_stream(self._uploads)
 
-    def capture(self, function: Callable[..., Any], inputs: tuple[Any, ...]) -> CudaGraph:
+    def capture(self, function: Captured, inputs: tuple[Any, ...]) -> CudaGraph:
         current = torch.cuda.current_stream(self.device)
         self._side.wait_stream(current)
         try:

@@ -34,7 +34,7 @@ from config.execution import (
 )
 from config.model.kv_cache_dtype import AUTO, ON_GAUDI
 from config.model.model_config import ModelConfig
-from hpu.backends.base import Backend, Function, FusibleModel
+from hpu.backends.base import Backend, Captured, Function, FusibleModel
 from hpu.backends.gaudi_copies import GaudiEvent, HostCopies
 from hpu.backends.gaudi_copy_trials import CopyTrials
 from hpu.backends.gaudi_experts import check_experts
@@ -560,12 +560,12 @@ class GaudiBackend(Backend):
         is_small = source.numel() * source.element_size() < ASYNCHRONOUS_BYTES
         target.copy_(source, non_blocking=is_small)
 
-    def capture(self, function: Callable[..., Any], inputs: tuple[Any, ...]) -> HpuGraph:
+    def capture(self, function: Captured, inputs: tuple[Any, ...]) -> HpuGraph:
         return self.capture_function(function, inputs)
 
     def capture_function(
         self,
-        function: Callable[..., Any],
+        function: Captured,
         inputs: tuple[Any, ...],
         *,
         frees_intermediates: bool = False,

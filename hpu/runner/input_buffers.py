@@ -325,7 +325,7 @@ class InputBuffers(Generic[A_co]):
 
 
 def _views(
-    layout: InputLayout[Any], shapes: Sequence[Sequence[int]], flat: Tensor
+    layout: InputLayout[A_co], shapes: Sequence[Sequence[int]], flat: Tensor
 ) -> dict[str, Tensor]:
     """Views of `flat` by name of the input."""
     pieces = torch.split(flat, [math.prod(shape) for shape in shapes])

@@ -48,6 +48,7 @@ from hpu.runner.input_buffers import (
     PrefillLayout,
 )
 from hpu.runner.kv_cache import KVCache, cache_sizes
+from hpu.runner.launch_results import copied_results, shared_results
 from hpu.runner.model_runner import RunnerParts
 from hpu.runner.piecewise_forward import PiecewiseForward
 from hpu.runner.pooling_runner import PoolingLayout, PoolingRunner
@@ -330,6 +331,7 @@ def make_runner(
         graphs=graphs,
         input_buffers=buffers,
         vocab_size=loaded.model_config.vocab_size,
+        make_results=shared_results if backend.shares_host_memory else copied_results,
         pads=loaded.pads,
         compared_ranks=loaded.groups.tensor if loaded.config.parallel.compare_ranks else SINGLE,
         link=loaded.link,
