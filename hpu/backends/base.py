@@ -92,8 +92,8 @@ class Backend(Protocol):
     default_strategy: str
     """Default bucket strategy. Pooling models and configured ranges may need another strategy."""
     captures: bool
-    """Whether `capture` is faster than eager launches; if False, launches call the function itself.
-    """
+    """Whether graphs are captured: `capture` is faster than eager launches, and eager mode is not
+    enforced."""
     compiles: bool
     """Whether the first launch of each shape compiles, with or without capture."""
     reads_contiguously: bool

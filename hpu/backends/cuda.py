@@ -79,12 +79,11 @@ class CudaBackend(Backend):
     # The block size of a Gaudi.
     default_block_size = 128
     default_strategy = "exponential"
-    captures = True
     compiles = False
     reads_contiguously = False
     shares_host_memory = False
 
-    def __init__(self, ranks: Ranks = SINGLE_RANK) -> None:
+    def __init__(self, ranks: Ranks = SINGLE_RANK, *, captures: bool = True) -> None:
         missing = missing_cuda(
             torch.__version__, torch.version.cuda, has_device=torch.cuda.is_available()
         )
@@ -95,6 +94,7 @@ class CudaBackend(Backend):
                 f"rank {ranks.rank} needs GPU {ranks.device_index}, the number of visible GPUs is "
                 f"{torch.cuda.device_count()}"
             )
+        self.captures = captures
         self.device = torch.device("cuda", ranks.device_index)
         # index_copy_, which writes the KV cache, accepts only int64 indices on CUDA.
         self.index_dtype = torch.int64
@@ -224,7 +224,7 @@ def _make(config: EngineConfig, ranks: Ranks, on_step: OnStep) -> CudaBackend:
             f"--speculative-config names the method {method.method}, and the device is cuda, "
             "drafts are verified on hpu and cpu only: leave --speculative-config out"
         )
-    return CudaBackend(ranks)
+    return CudaBackend(ranks, captures=not config.enforce_eager)
 
 
 BACKENDS = {"cuda": _make}

@@ -180,7 +180,7 @@ def build(
         sampler,
         counters,
         num_blocks=split.num_blocks,
-        captures=loaded.captures,
+        captures=loaded.backend.captures,
         graph_bytes=split.graph_bytes,
     )
     if not loaded.backend.shares_host_memory and isinstance(loaded.model, CausalLM):
@@ -236,7 +236,7 @@ def make_diagnostics(loaded: LoadedModel, counters: Counters) -> Diagnostics:
     if metrics is None:
         return Diagnostics()
     return RuntimeDiagnostics(
-        metrics, loaded.config.execution, counters, counts_by_phase=not loaded.captures
+        metrics, loaded.config.execution, counters, counts_by_phase=not loaded.backend.captures
     )
 
 
@@ -252,7 +252,7 @@ def make_sampler(loaded: LoadedModel) -> Sampler | None:
         loaded.model_config.vocab_size,
         backend,
         LogprobsMode.named(loaded.config.logprobs_mode),
-        static_shapes=loaded.pads and (loaded.captures or backend.compiles),
+        static_shapes=loaded.pads and (loaded.backend.captures or backend.compiles),
         num_sets=loaded.num_launches,
         ties=ties_of(keeps=loaded.config.handle_topk_duplicates),
     )
@@ -427,7 +427,7 @@ def measure_memory(loaded: LoadedModel, sampler: Sampler | None, profile_blocks:
     graphs."""
     backend, is_pooling = loaded.backend, loaded.is_pooling
     fixed = _fixed_bytes(loaded)
-    if is_pooling and not loaded.captures:
+    if is_pooling and not loaded.backend.captures:
         # Without blocks and graphs, no memory is reserved.
         return FreeMemory(backend.memory()[0], 0, is_measured=False)
     if backend.peak_memory() is None or not loaded.pads:
@@ -612,7 +612,7 @@ def _split(
         usable = plan_memory(
             max(0, memory.free - memory.reserve),
             utilization=config.cache.gpu_memory_utilization,
-            graph_memory_fraction=1.0 if loaded.captures else 0.0,
+            graph_memory_fraction=1.0 if loaded.backend.captures else 0.0,
         )
         return MemorySplit(num_blocks=0, graph_bytes=int(usable.graphs))
     cache = config.cache if num_blocks is None else replace(config.cache, num_blocks=num_blocks)
@@ -670,7 +670,7 @@ def _agreed(split: MemorySplit, loaded: LoadedModel) -> MemorySplit:
 
 
 def _graph_memory_fraction(loaded: LoadedModel) -> float:
-    return loaded.config.warmup.graph_memory_fraction if loaded.captures else 0.0
+    return loaded.config.warmup.graph_memory_fraction if loaded.backend.captures else 0.0
 
 
 def _repeat(

@@ -156,10 +156,6 @@ class LoadedModel:
         return 2 * self.config.decodes_per_step
 
     @property
-    def captures(self) -> bool:
-        return self.backend.captures and not self.config.enforce_eager
-
-    @property
     def bucket_config(self) -> BucketConfig:
         """Bucket settings, in which `auto` is replaced by the device's strategy or, for a pooling
         model on a Gaudi, by POOLING_STRATEGY."""
