@@ -8,6 +8,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from config.engine import SchedulerConfig
 from config.errors import ConfigError
 from config.model.kv_cache_dtype import AUTO
 from config.model.model_config import ModelConfig
@@ -283,6 +284,10 @@ class Backend(Protocol):
             f"--kv-cache-dtype is {kv_cache_dtype} and the device is {self.name}, which supports "
             f"only the model's data type, {own}"
         )
+
+    def prompts_per_row(self, scheduler: SchedulerConfig) -> int:
+        """Maximum number of sequences concatenated in a row of a prefill."""
+        return 1
 
     @property
     def prefill_launch_tokens(self) -> int:

@@ -19,6 +19,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from config.engine import SchedulerConfig
 from config.errors import ConfigError, GaudiserveError, bytes_text
 from config.execution import (
     EAGER,
@@ -472,6 +473,10 @@ class GaudiBackend(Backend):
                 f"supports {', '.join(ON_GAUDI)}"
             )
         return HpuFp8Format(kv_cache_dtype, GENERATIONS[card].fp8_max)
+
+    def prompts_per_row(self, scheduler: SchedulerConfig) -> int:
+        # The fused attention supports such rows. Other devices pad little or not at all.
+        return scheduler.prefill_batch() if scheduler.merged_prefill else 1
 
     def memory(self) -> tuple[int, int]:
         self.synchronize()
