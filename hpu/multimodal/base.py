@@ -154,6 +154,7 @@ class ImageEncoder(Protocol):
     def warm_up(self, on_capture: Callable[[int], None]) -> None:
         """Compile the encoder, on a device that compiles. `on_capture` receives the bytes of each
         graph."""
+        return
 
     def encode(self, images: list[Prepared]) -> None:
         """Write the embeddings of the images to their rows. Raises RuntimeError for an image that
