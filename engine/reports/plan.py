@@ -85,16 +85,12 @@ class Plan:
     table: BucketTable | None
     """None if the model does not fit."""
     strategy: str
-    captures: bool
+    num_graphs: int
+    """Number of buckets that a warm-up compiles and captures."""
     notes: tuple[str, ...]
     kv_cache_dtype: str
     not_served: str = ""
     """Why a server refuses the checkpoint's weights; empty if it does not."""
-
-    @property
-    def num_graphs(self) -> int:
-        """Number of buckets that a warm-up compiles and captures."""
-        return len(self.table.reachable) if self.table and self.captures else 0
 
     @property
     def graph_bytes(self) -> tuple[int, int]:
@@ -204,7 +200,7 @@ def make_plan(model_config: ModelConfig, config: EngineConfig, target: Target) -
         _lengths(target.lengths, max_model_len),
         table,
         strategy,
-        not config.enforce_eager,
+        0 if table is None or config.enforce_eager else len(table.reachable),
         tuple(notes),
         dtype if cache.kv_cache_dtype == AUTO else cache.kv_cache_dtype,
         not_served,
@@ -394,8 +390,8 @@ def _buckets(plan: Plan, table: BucketTable) -> list[str]:
     prompts, decodes = _counts(table)
     count, seconds = plan.num_graphs, plan.target.seconds_per_graph
     lines = [f"buckets, {plan.strategy}: {prompts} for prompts, {decodes} for decodes"]
-    if not plan.captures:
-        lines.append("warm-up: no graphs are captured, eager mode is enforced")
+    if not count:
+        lines.append("warm-up: no graphs are captured")
     else:
         least, most = (size / GIB for size in plan.graph_bytes)
         lines.append(

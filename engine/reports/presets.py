@@ -200,7 +200,7 @@ def _plans(
         plan = make_plan(model_config, config, target)
     except ConfigError:
         return
-    if "graph-reserved-mem" not in given and plan.table is not None and plan.captures:
+    if "graph-reserved-mem" not in given and plan.num_graphs:
         share = math.ceil(100 * plan.graph_bytes[1] / plan.card.parts.usable) / 100
         if plan.card.demand.graph_reserved < share <= MAX_GRAPH_MEMORY:
             larger = replace(config.warmup, graph_memory_fraction=share)

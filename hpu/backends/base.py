@@ -1,18 +1,20 @@
 """Backend: interface of a device."""
 
-from collections.abc import Callable, Iterable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
+from config.engine import SchedulerConfig
 from config.errors import ConfigError
 from config.model.kv_cache_dtype import AUTO
 from config.model.model_config import ModelConfig
 from hpu.backends.page_prefaulter import PagePrefaulter
 from hpu.backends.runtime_metrics import RuntimeMetrics
-from hpu.distributed.process_groups import SINGLE, ProcessGroup
+from hpu.distributed.process_groups import SINGLE, ProcessGroup, ProcessGroups, make_groups
 from hpu.ops.kernels import Kernels
 from hpu.quantization.base import LinearMethod, MoEMethod
 from hpu.quantization.inc import IncCompressor
@@ -20,7 +22,9 @@ from hpu.quantization.kv_cache import KVCacheFormat
 from hpu.quantization.stored.mxfp4 import Mxfp4Experts
 from hpu.quantization.stored.weights import StoredExperts, StoredWeight
 
-Function = TypeVar("Function", bound=Callable[..., Any])
+Captured = Callable[..., Any]
+"""A function that a graph records."""
+Function = TypeVar("Function", bound=Captured)
 
 
 class Event(Protocol):
@@ -44,9 +48,9 @@ class Graph(Protocol):
     calls the function, which returns new outputs."""
 
     def replay(self, *inputs: Any) -> Any:
-        """Run on `inputs`. A captured graph returns the same output tensors on every call. `inputs`
-        have the shapes of the captured inputs; without `rebinds_inputs` they must be the captured
-        tensors themselves."""
+        """Run on `inputs`, which have the shapes of the captured inputs. On a device without
+        `Backend.capture_function` they must be the captured tensors themselves. A captured graph
+        returns the same output tensors on every call."""
         ...
 
 
@@ -89,8 +93,8 @@ class Backend(Protocol):
     default_strategy: str
     """Default bucket strategy. Pooling models and configured ranges may need another strategy."""
     captures: bool
-    """Whether `capture` is faster than eager launches; if False, launches call the function itself.
-    """
+    """Whether graphs are captured: `capture` is faster than eager launches, and eager mode is not
+    enforced."""
     compiles: bool
     """Whether the first launch of each shape compiles, with or without capture."""
     reads_contiguously: bool
@@ -98,11 +102,9 @@ class Backend(Protocol):
     includes blocks of other requests, than when it gathers the blocks of its requests."""
     shares_host_memory: bool
     """Whether device memory is host memory. If so, most of it must be left to other processes."""
-    rebinds_inputs: bool
-    """True if an upload into a tensor waits for the launch that reads the tensor, and if a graph
-    replay may read other tensors than the captured inputs. Input buffers then alternate between
-    sets of device memory."""
 
+    memory_name: str = "device"
+    """Name of the device's memory in log lines."""
     recipe: AbstractContextManager[None] = nullcontext()
     """Context for work outside graphs and `compiled` functions, such as an update in place: its end
     is the end of a recipe, on a device that collects operations into recipes. Work without such an
@@ -151,10 +153,9 @@ class Backend(Protocol):
         """Wait for all submitted work."""
         return
 
-    def mark_step(self) -> None:
-        """End the current recipe, on a device that collects operations into recipes. For
-        collectives; other work uses `recipe`."""
-        return
+    def make_groups(self, *, tensor: int, pipeline: int, data: int) -> ProcessGroups:
+        """Create the groups of this rank; see hpu.distributed.process_groups.make_groups."""
+        return make_groups(tensor=tensor, pipeline=pipeline, data=data)
 
     def event(self) -> Event:
         """An event after all work submitted so far."""
@@ -173,6 +174,28 @@ class Backend(Protocol):
         """A flat host tensor for fast uploads (pinned if that helps)."""
         ...
 
+    def input_tensors(self, size: int, dtype: torch.dtype, count: int) -> Iterator[Tensor]:
+        """Flat device tensors among which the uploads of `count` launches in flight alternate, each
+        created when it is taken. A single tensor is repeated, unless an upload into a tensor waits
+        for the launch that reads it."""
+        return itertools.repeat(self.zeros((size,), dtype), count)
+
+    def host_for(self, device: Tensor) -> Tensor:
+        """Flat host tensor to fill before an `upload` to the flat tensor `device`: `device` itself
+        if device memory is host memory."""
+        return self.host_tensor(len(device), device.dtype)
+
+    def device_copy(self, host: Tensor) -> Tensor:
+        """Upload `host` to a new device tensor; returns `host` itself if device memory is host
+        memory. The source must not change, as in `upload`."""
+        target = self.zeros(tuple(host.shape), host.dtype)
+        self.upload(target, host)
+        return target
+
+    def capture_input(self, uploaded: Tensor) -> Tensor:
+        """Tensor to capture for graphs whose replays read `uploaded`, a target of uploads."""
+        return uploaded
+
     def to_host(self, tensor: Tensor) -> Tensor:
         """Start a copy to the host. The result is valid when an `event()` created after this call
         is done. Until then nothing may write to `tensor`; the caller may drop its reference."""
@@ -180,8 +203,8 @@ class Backend(Protocol):
 
     def upload(self, target: Tensor, source: Tensor) -> None:
         """Copy a host tensor into a device tensor of the same shape. Does not wait for the copy,
-        except for large tensors on a Gaudi and on a device that shares the host's memory; with
-        `rebinds_inputs`, waits for the launch that reads `target`.
+        except for large tensors on a Gaudi and on a device that shares the host's memory; a Gaudi
+        also waits for the launch that reads `target`.
 
         The source must not change until an `event()` created after the call is done.
         """
@@ -194,19 +217,24 @@ class Backend(Protocol):
         for target, source in copies:
             self.upload(target, source)
 
-    def capture(
+    def capture(self, function: Captured, inputs: tuple[Any, ...]) -> Graph:
+        """Record `function(*inputs)`; the tensors in `inputs` become the graph's inputs.
+
+        The function has run at least once when this returns.
+        """
+        ...
+
+    def capture_function(
         self,
-        function: Callable[..., Any],
+        function: Captured,
         inputs: tuple[Any, ...],
         *,
         frees_intermediates: bool = False,
-    ) -> Graph:
-        """Record `function(*inputs)`; the tensors in `inputs` become the graph's inputs.
-
-        The function has run at least once when this returns. `frees_intermediates`: free the
-        intermediates of the graph, even on a device that keeps intermediates of the model's graphs.
-        """
-        ...
+    ) -> Graph | None:
+        """Record a function whose replays get other tensors than `inputs`; None: graphs of this
+        device read the captured tensors only. `frees_intermediates`: free the intermediates of the
+        graph, even on a device that keeps intermediates of the model's graphs."""
+        return None
 
     def compiled(self, function: Function) -> Function:
         """Compile `function`, a pure function of tensors, as a whole or run it as a single recipe,
@@ -257,6 +285,10 @@ class Backend(Protocol):
             f"only the model's data type, {own}"
         )
 
+    def prompts_per_row(self, scheduler: SchedulerConfig) -> int:
+        """Maximum number of sequences concatenated in a row of a prefill."""
+        return 1
+
     @property
     def prefill_launch_tokens(self) -> int:
         """WorkerReady.prefill_launch_tokens for the prepared model."""
@@ -275,6 +307,10 @@ class Backend(Protocol):
         and copies to the host are garbage. Errors may belong to an earlier launch.
         """
         return nullcontext(False)
+
+    def drops_weights(self, sleep_level: int) -> bool:
+        """Whether a sleep frees the memory of the weights."""
+        return True
 
     def end_warmup(self) -> None:
         """Called at the end of warm-up. Nothing should compile after it."""

@@ -9,7 +9,7 @@ import logging
 import math
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from config.engine import DEFAULT_MEMORY_UTILIZATION, EngineConfig
+from config.errors import ConfigError
 from config.malloc import retain_freed_memory
 from config.model.kv_cache_dtype import AUTO
 from config.model.model_config import ModelConfig
 from config.progress import OnStep, unreported_step
-from hpu.backends.base import Backend
+from hpu.backends.base import Backend, Captured
 from hpu.backends.page_prefaulter import PagePrefaulter, ThreadedPrefaulter
 from hpu.distributed.agreement import Agreement
 from hpu.distributed.process_groups import SINGLE_RANK, Ranks, join, leave
@@ -99,7 +100,7 @@ class CpuEvent:
 class CallGraph:
     """Graph without capture: calls the function again."""
 
-    def __init__(self, function: Callable[..., Any], inputs: tuple[Any, ...]) -> None:
+    def __init__(self, function: Captured, inputs: tuple[Any, ...]) -> None:
         self._function = function
         function(*inputs)
 
@@ -116,13 +117,13 @@ class CpuBackend(Backend):
 
     name = "cpu"
     card = driver = software = ""
+    memory_name = "host"
     default_block_size = 32
     default_strategy = "exact"
     captures = False
     compiles = False
     reads_contiguously = False
     shares_host_memory = True
-    rebinds_inputs = False
 
     def __init__(
         self,
@@ -186,13 +187,7 @@ class CpuBackend(Backend):
         return CpuEvent()
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        # numpy uses calloc, so pages that are never written cost nothing; torch.zeros writes them.
-        size = math.prod(shape) * dtype.itemsize
-        if size == 0:
-            return torch.zeros(shape, dtype=dtype)
-        raw = np.zeros(size + ALIGNMENT, dtype=np.uint8)
-        start = -raw.ctypes.data % ALIGNMENT
-        return torch.from_numpy(raw[start : start + size]).view(dtype).view(shape)
+        return _host_zeros(shape, dtype)
 
     def pages_ahead(self, caches: Sequence[Tensor], num_blocks: int) -> PagePrefaulter:
         if platform.system() != "Linux" or not caches:
@@ -200,7 +195,17 @@ class CpuBackend(Backend):
         return ThreadedPrefaulter(caches, num_blocks)
 
     def host_tensor(self, size: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(size, dtype=dtype)
+        return _host_zeros((size,), dtype)
+
+    def input_tensors(self, size: int, dtype: torch.dtype, count: int) -> Iterator[Tensor]:
+        # The CPU has finished a launch before the host fills the inputs of the next.
+        return iter((self.zeros((size,), dtype),))
+
+    def host_for(self, device: Tensor) -> Tensor:
+        return device
+
+    def device_copy(self, host: Tensor) -> Tensor:
+        return host
 
     def to_host(self, tensor: Tensor) -> Tensor:
         # Copied: the caller may write to its tensor again before the host reads the result.
@@ -209,13 +214,7 @@ class CpuBackend(Backend):
     def upload(self, target: Tensor, source: Tensor) -> None:
         target.copy_(source)
 
-    def capture(
-        self,
-        function: Callable[..., Any],
-        inputs: tuple[Any, ...],
-        *,
-        frees_intermediates: bool = False,
-    ) -> CallGraph:
+    def capture(self, function: Captured, inputs: tuple[Any, ...]) -> CallGraph:
         return CallGraph(function, inputs)
 
     def prepare(self, model: nn.Module, patcher: IncCompressor | None = None) -> nn.Module:
@@ -293,6 +292,10 @@ class CpuBackend(Backend):
             if self._library is not None:
                 self._library.use_threads(threads)
 
+    def drops_weights(self, sleep_level: int) -> bool:
+        # At level 1 the weights move to host memory, where they are.
+        return sleep_level > 1
+
     def end_warmup(self) -> None:
         retain_freed_memory(RETAINED_BYTES)
 
@@ -302,6 +305,16 @@ class CpuBackend(Backend):
     def close(self) -> None:
         if self.world.size > 1:
             leave()
+
+
+def _host_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    # numpy uses calloc, so pages that are never written cost nothing; torch.zeros writes them.
+    size = math.prod(shape) * dtype.itemsize
+    if size == 0:
+        return torch.zeros(shape, dtype=dtype)
+    raw = np.zeros(size + ALIGNMENT, dtype=np.uint8)
+    start = -raw.ctypes.data % ALIGNMENT
+    return torch.from_numpy(raw[start : start + size]).view(dtype).view(shape)
 
 
 def use_cpu_kernels(model: nn.Module, library: Library | None) -> nn.Module:
@@ -380,6 +393,11 @@ def _make(config: EngineConfig, ranks: Ranks, on_step: OnStep) -> CpuBackend:
         logger.info(
             "--gpu-memory-utilization has no effect on a CPU: --kv-cache-memory-bytes sets the "
             "size of the KV cache"
+        )
+    if config.offload.cpu_offload_gb:
+        raise ConfigError(
+            f"--cpu-offload-gb is {config.offload.cpu_offload_gb:g} and the device is cpu, whose "
+            "weights are in host memory already: set it to 0"
         )
     folder = kernel_folder(config.cache_dir) if config.cpu_kernels == "auto" else None
     backend = CpuBackend(

@@ -2,7 +2,7 @@
 replayed as graphs, as on a Gaudi."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from config.engine import EngineConfig
 from config.errors import ConfigError, bytes_text
 from config.progress import OnStep
-from hpu.backends.base import Backend, FusibleModel
+from hpu.backends.base import Backend, Captured, FusibleModel
 from hpu.distributed.process_groups import SINGLE_RANK, Ranks, join, leave
 from hpu.ops.torch_kernels import TorchKernels
 from hpu.quantization.inc import IncCompressor
@@ -79,14 +79,11 @@ class CudaBackend(Backend):
     # The block size of a Gaudi.
     default_block_size = 128
     default_strategy = "exponential"
-    captures = True
     compiles = False
     reads_contiguously = False
     shares_host_memory = False
-    # A graph reads the captured addresses, and the stream orders uploads and launches.
-    rebinds_inputs = False
 
-    def __init__(self, ranks: Ranks = SINGLE_RANK) -> None:
+    def __init__(self, ranks: Ranks = SINGLE_RANK, *, captures: bool = True) -> None:
         missing = missing_cuda(
             torch.__version__, torch.version.cuda, has_device=torch.cuda.is_available()
         )
@@ -97,6 +94,7 @@ class CudaBackend(Backend):
                 f"rank {ranks.rank} needs GPU {ranks.device_index}, the number of visible GPUs is "
                 f"{torch.cuda.device_count()}"
             )
+        self.captures = captures
         self.device = torch.device("cuda", ranks.device_index)
         # index_copy_, which writes the KV cache, accepts only int64 indices on CUDA.
         self.index_dtype = torch.int64
@@ -171,13 +169,7 @@ class CudaBackend(Backend):
                 target.copy_(source, non_blocking=True)
         torch.cuda.current_stream(self.device).wait_stream(self._uploads)
 
-    def capture(
-        self,
-        function: Callable[..., Any],
-        inputs: tuple[Any, ...],
-        *,
-        frees_intermediates: bool = False,
-    ) -> CudaGraph:
+    def capture(self, function: Captured, inputs: tuple[Any, ...]) -> CudaGraph:
         current = torch.cuda.current_stream(self.device)
         self._side.wait_stream(current)
         try:
@@ -227,7 +219,12 @@ def missing_cuda(version: str, built_for: str | None, has_device: bool) -> str |
 
 
 def _make(config: EngineConfig, ranks: Ranks, on_step: OnStep) -> CudaBackend:
-    return CudaBackend(ranks)
+    if (method := config.speculation.choose()) is not None:
+        raise ConfigError(
+            f"--speculative-config names the method {method.method}, and the device is cuda, "
+            "drafts are verified on hpu and cpu only: leave --speculative-config out"
+        )
+    return CudaBackend(ranks, captures=not config.enforce_eager)
 
 
 BACKENDS = {"cuda": _make}

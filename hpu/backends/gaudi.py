@@ -19,6 +19,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from config.engine import SchedulerConfig
 from config.errors import ConfigError, GaudiserveError, bytes_text
 from config.execution import (
     EAGER,
@@ -34,14 +35,14 @@ from config.execution import (
 )
 from config.model.kv_cache_dtype import AUTO, ON_GAUDI
 from config.model.model_config import ModelConfig
-from hpu.backends.base import Backend, Function, FusibleModel
+from hpu.backends.base import Backend, Captured, Function, FusibleModel
 from hpu.backends.gaudi_copies import GaudiEvent, HostCopies
 from hpu.backends.gaudi_copy_trials import CopyTrials
 from hpu.backends.gaudi_experts import check_experts
 from hpu.backends.gaudi_group import GaudiGroup
 from hpu.backends.runtime_metrics import RuntimeMetrics
 from hpu.bucketing.select import GAUDI_STRATEGY
-from hpu.distributed.process_groups import SINGLE_RANK, Ranks
+from hpu.distributed.process_groups import SINGLE_RANK, ProcessGroups, Ranks, make_groups
 from hpu.doctor.machine import distribution_version
 from hpu.gaudi_devices import (
     GENERATIONS,
@@ -217,10 +218,6 @@ class GaudiBackend(Backend):
     compiles = True
     reads_contiguously = True
     shares_host_memory = False
-    # A launch registers itself as the producer of all its inputs' storages, and a copy from the
-    # host waits for the producer of its target (the bridge's hpu_habana_cache.cpp, Launch, and
-    # device.cpp, copy_data_to_device).
-    rebinds_inputs = True
 
     def __init__(
         self,
@@ -477,6 +474,10 @@ class GaudiBackend(Backend):
             )
         return HpuFp8Format(kv_cache_dtype, GENERATIONS[card].fp8_max)
 
+    def prompts_per_row(self, scheduler: SchedulerConfig) -> int:
+        # The fused attention supports such rows. Other devices pad little or not at all.
+        return scheduler.prefill_batch() if scheduler.merged_prefill else 1
+
     def memory(self) -> tuple[int, int]:
         self.synchronize()
         free, total = self._hpu.mem_get_info()
@@ -522,7 +523,11 @@ class GaudiBackend(Backend):
         self._copies.wait_all()
 
     def mark_step(self) -> None:
+        """End the current recipe."""
         self._htcore.mark_step()
+
+    def make_groups(self, *, tensor: int, pipeline: int, data: int) -> ProcessGroups:
+        return make_groups(tensor=tensor, pipeline=pipeline, data=data, mark_step=self.mark_step)
 
     def event(self) -> GaudiEvent:
         self.mark_step()
@@ -534,6 +539,18 @@ class GaudiBackend(Backend):
     def host_tensor(self, size: int, dtype: torch.dtype) -> Tensor:
         # Not pinned, as in the vendor's plug-in for vLLM.
         return torch.zeros(size, dtype=dtype)
+
+    def input_tensors(self, size: int, dtype: torch.dtype, count: int) -> Iterator[Tensor]:
+        # With a single tensor, a bucket that runs in every step could upload only between launches:
+        # a launch registers itself as the producer of all its inputs' storages, and a copy from the
+        # host waits for the producer of its target (the bridge's hpu_habana_cache.cpp, Launch, and
+        # device.cpp, copy_data_to_device).
+        return (self.zeros((size,), dtype) for _ in range(count))
+
+    def capture_input(self, uploaded: Tensor) -> Tensor:
+        # A private copy: the runtime copies each replay's inputs to the captured tensors, which
+        # must not alias the target of an upload.
+        return uploaded.clone()
 
     def to_host(self, tensor: Tensor) -> Tensor:
         # Launch the work that produces the tensor before another stream waits for it.
@@ -548,9 +565,12 @@ class GaudiBackend(Backend):
         is_small = source.numel() * source.element_size() < ASYNCHRONOUS_BYTES
         target.copy_(source, non_blocking=is_small)
 
-    def capture(
+    def capture(self, function: Captured, inputs: tuple[Any, ...]) -> HpuGraph:
+        return self.capture_function(function, inputs)
+
+    def capture_function(
         self,
-        function: Callable[..., Any],
+        function: Captured,
         inputs: tuple[Any, ...],
         *,
         frees_intermediates: bool = False,

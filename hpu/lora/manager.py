@@ -224,10 +224,9 @@ class LoRAManager(Adapters):
         for slot, content in zip(slots, contents, strict=True):
             staged = self._host[content].result()
             self._copy_to(slot, staged)
-            if not self._backend.shares_host_memory:
-                while self._copied and self._copied[0][0].done():
-                    self._copied.popleft()
-                self._copied.append((self._backend.event(), staged))
+            self._copied.append((self._backend.event(), staged))
+            while self._copied and self._copied[0][0].done():
+                self._copied.popleft()
 
     def warm_up(self) -> None:
         """Run the copies of a slot once, so that no copy compiles later."""

@@ -1,7 +1,7 @@
 """Tower: a vision tower. Tiles, Patches and WholeImages: implementations of a tower in fixed
 shapes."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -146,3 +146,17 @@ class Tower(nn.Module):
     def whole_images(self) -> WholeImages | None:
         """Whole-image implementation; None unless all images have the same shape."""
         return None
+
+
+class ImageEncoder(Protocol):
+    """Runs a tower and writes the embeddings to the cache."""
+
+    def warm_up(self, on_capture: Callable[[int], None]) -> None:
+        """Compile the encoder, on a device that compiles. `on_capture` receives the bytes of each
+        graph."""
+        return
+
+    def encode(self, images: list[Prepared]) -> None:
+        """Write the embeddings of the images to their rows. Raises RuntimeError for an image that
+        the encoder cannot run."""
+        ...

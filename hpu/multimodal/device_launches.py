@@ -92,9 +92,7 @@ class DeviceLaunches:
         host = self._backend.host_tensor(len(rows), self._backend.index_dtype)
         host.copy_(torch.from_numpy(rows))
         self._hosts.append(host)
-        device = self._backend.zeros((len(rows),), self._backend.index_dtype)
-        self._backend.upload(device, host)
-        self._write(embeddings, device)
+        self._write(embeddings, self._backend.device_copy(host))
 
     def end(self) -> None:
         """Keep the host tensors of a plan's launches until the device has read them. Called after

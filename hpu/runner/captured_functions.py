@@ -28,7 +28,7 @@ class CapturedFunctions:
         self._graphs = graphs
         self._what = what
         self._captured: dict[Hashable, Graph | None] = {}
-        """Graph by key; None if the capture failed on any rank."""
+        """Graph by key; None if any rank has no graph."""
         self._is_full = False
         """Whether a capture ran out of device memory on any rank."""
 
@@ -66,7 +66,9 @@ class CapturedFunctions:
         graph: Graph | None = None
         is_full = False
         try:
-            graph = self._backend.capture(function, inputs, frees_intermediates=frees_intermediates)
+            graph = self._backend.capture_function(
+                function, inputs, frees_intermediates=frees_intermediates
+            )
             self._backend.synchronize()
         except (RuntimeError, MemoryError) as error:
             if self._backend.is_compile_failure(error):

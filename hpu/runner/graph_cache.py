@@ -1,4 +1,5 @@
-"""GraphCache: a captured forward pass per bucket, replayed on the bucket's input buffers."""
+"""GraphCache: runs the forward pass of each bucket. CapturingGraphCache: captures the forward pass,
+and replays the graph on the bucket's input buffers."""
 
 import gc
 import logging
@@ -29,11 +30,71 @@ def _forward_flat(forward: Forward, inputs: AnyInputs, *tensors: Tensor) -> Tens
 
 
 class GraphCache:
-    """Runs `forward` in a bucket: replays the bucket's graph, or calls `forward` if there is no
-    graph.
+    """Runs `forward` in a bucket. This base class captures no graphs."""
 
-    Captures only if `captures` is set. Only static inputs may be captured, because a graph may read
-    the same tensors in every replay.
+    def __init__(self, forward: Forward, backend: Backend, counters: Counters) -> None:
+        self.stage = "warmup"
+        """Label of compilations in the counters: warmup or serving."""
+        self.on_demand = False
+        """Whether to capture a bucket on its first run, within `budget_bytes`; for a server without
+        warm-up."""
+        self.budget_bytes = 0
+        self.bytes = 0
+        self.tracks_first_runs = backend.compiles
+        """Whether the first run of a bucket compiles or captures it."""
+        self._forward = forward
+        self._backend = backend
+        self._counters = counters
+        self.uncompilable: set[Bucket] = set()
+        """Buckets whose graph the compiler of any rank rejected; they run without a graph."""
+        self._seen: set[Bucket] = set()
+        """Buckets that have run or have a graph; limited by the shapes of the engine's bucket
+        table."""
+
+    def to_capture(self, buckets: list[Bucket]) -> list[Bucket]:
+        """The buckets among `buckets` that a warm-up captures."""
+        return []
+
+    def has_graph(self, bucket: Bucket) -> bool:
+        """Whether the bucket has a graph."""
+        return False
+
+    def run(self, inputs: AnyInputs, req_indices: Sequence[int] = ()) -> Tensor:
+        """Hidden states (B, Q, hidden) of the uploaded inputs; the next run may overwrite them.
+        `req_indices`: requests to name in log lines."""
+        if self.tracks_first_runs and inputs.bucket not in self._seen:
+            return self._run_first(inputs, req_indices)
+        _, batch, query, _ = inputs.bucket
+        self._backend.expect(batch * query, batch)
+        return self._run_plain(inputs)
+
+    def capture(self, inputs: AnyInputs) -> int | None:
+        """Capture the bucket. Returns the bytes of its graph, or None if memory is full or the
+        compiler rejects the graph, on any rank; then no rank keeps a graph."""
+        raise AssertionError("no graphs are captured")
+
+    def add_bytes(self, taken: int) -> None:
+        """Add the bytes of a graph that another component has captured."""
+        self.bytes += taken
+        self._counters.add("graph_bytes", taken)
+
+    def _run_plain(self, inputs: AnyInputs) -> Tensor:
+        """Run without a graph."""
+        return self._forward(inputs.tokens, inputs.context)
+
+    def _run_first(self, inputs: AnyInputs, req_indices: Sequence[int]) -> Tensor:
+        """Run a bucket for the first time."""
+        self._seen.add(inputs.bucket)
+        if self.stage == "serving":
+            _warn(inputs.bucket, req_indices)
+        # hpu/profiling/diagnostics.py counts the runtime's compilations.
+        return self._run_plain(inputs)
+
+
+class CapturingGraphCache(GraphCache):
+    """Replays a bucket's graph, or calls `forward` if there is no graph.
+
+    Only static inputs may be captured, because a graph may read the same tensors in every replay.
     """
 
     def __init__(
@@ -42,7 +103,6 @@ class GraphCache:
         backend: Backend,
         counters: Counters,
         *,
-        captures: bool,
         budget_bytes: int,
         runs_once: bool = False,
         agreement: Agreement = ALONE,
@@ -55,72 +115,47 @@ class GraphCache:
                 Set if `forward` advances states or overwrites ring entries, or for a pipeline
                 stage, whose capture would wait for a stage that waits for this launch.
         """
-        self.stage = "warmup"
-        """Label of compilations in the counters: warmup or serving."""
-        self.on_demand = False
-        """Whether to capture a bucket on its first run, within `budget_bytes`; for a server without
-        warm-up."""
-        self.captures = captures
+        super().__init__(forward, backend, counters)
         self.budget_bytes = budget_bytes
-        self.bytes = 0
-        self._forward = forward
-        self._backend = backend
-        self._counters = counters
+        self.tracks_first_runs = True
         self._runs_once = runs_once
-        self.agreement = agreement
-        self._tracks_first_runs = captures or backend.compiles
+        self._agreement = agreement
         self._graphs: dict[Bucket, Graph] = {}
-        self.uncompilable: set[Bucket] = set()
-        """Buckets whose graph the compiler of any rank rejected; they run without a graph."""
-        self._seen: set[Bucket] = set()
-        """Buckets that have run or have a graph; limited by the shapes of the engine's bucket
-        table."""
+
+    def to_capture(self, buckets: list[Bucket]) -> list[Bucket]:
+        return buckets
 
     def has_graph(self, bucket: Bucket) -> bool:
-        """Whether the bucket has a graph."""
         return bucket in self._graphs
 
     def run(self, inputs: AnyInputs, req_indices: Sequence[int] = ()) -> Tensor:
-        """Hidden states (B, Q, hidden) of the uploaded inputs; the next run may overwrite them.
-        `req_indices`: requests to name in log lines."""
         graph = self._graphs.get(inputs.bucket)
         if graph is not None:
             hidden: Tensor = graph.replay(*inputs.graph_inputs)
             return hidden
-        if self._tracks_first_runs and inputs.bucket not in self._seen:
-            return self._run_first(inputs, req_indices)
-        _, batch, query, _ = inputs.bucket
-        self._backend.expect(batch * query, batch)
-        return self._run_plain(inputs)
+        return super().run(inputs, req_indices)
 
     def capture(self, inputs: AnyInputs) -> int | None:
-        """Capture the bucket. Returns the bytes of its graph, or None if memory is full or the
-        compiler rejects the graph, on any rank; then no rank keeps a graph."""
         free, _ = self._backend.memory()
         start = time.perf_counter()
         graph = self._capture(inputs)
-        is_everywhere = self.agreement.all_true(graph is not None)
+        is_everywhere = self._agreement.all_true(graph is not None)
         if graph is None or not is_everywhere:
             graph = None
             # Free the memory of the failed capture.
             gc.collect()
             self._backend.synchronize()
             # All ranks must go on with the same captures.
-            if not self.agreement.all_true(inputs.bucket not in self.uncompilable):
+            if not self._agreement.all_true(inputs.bucket not in self.uncompilable):
                 self.uncompilable.add(inputs.bucket)
             return None
-        taken = self.agreement.largest(max(0, free - self._backend.memory()[0]))
+        taken = self._agreement.largest(max(0, free - self._backend.memory()[0]))
         self._graphs[inputs.bucket] = graph
         self._seen.add(inputs.bucket)
         self.add_bytes(taken)
         self._count(inputs.bucket, time.perf_counter() - start)
         self._counters.add("graphs", 1)
         return taken
-
-    def add_bytes(self, taken: int) -> None:
-        """Add the bytes of a graph that another component has captured."""
-        self.bytes += taken
-        self._counters.add("graph_bytes", taken)
 
     def _capture(self, inputs: AnyInputs) -> Graph | None:
         try:
@@ -140,22 +175,19 @@ class GraphCache:
         return graph
 
     def _run_plain(self, inputs: AnyInputs) -> Tensor:
-        """Run without a graph. If buckets are captured, run exactly the function that is captured,
-        so that a lazy device compiles it only once."""
-        if self.captures:
-            return _forward_flat(self._forward, inputs, *inputs.graph_inputs)
-        return self._forward(inputs.tokens, inputs.context)
+        """Run without a graph, but exactly the function that is captured, so that a lazy device
+        compiles it only once."""
+        return _forward_flat(self._forward, inputs, *inputs.graph_inputs)
 
     def _run_first(self, inputs: AnyInputs, req_indices: Sequence[int]) -> Tensor:
         """Run a bucket without a graph for the first time; may capture it."""
-        self._seen.add(inputs.bucket)
         if self.stage == "serving":
-            self._warn(inputs.bucket, req_indices)
-        may_capture = self.captures and self.on_demand and inputs.is_static
-        may_capture = may_capture and not self._runs_once
+            _warn(inputs.bucket, req_indices)
+        self._seen.add(inputs.bucket)
+        may_capture = self.on_demand and inputs.is_static and not self._runs_once
         # Agree first: data-parallel engines that step together may have captured different
         # samplers.
-        if may_capture and self.agreement.all_true(self.bytes < self.budget_bytes):
+        if may_capture and self._agreement.all_true(self.bytes < self.budget_bytes):
             if self.capture(inputs) is not None:
                 return self.run(inputs)
             if inputs.bucket not in self.uncompilable:
@@ -163,8 +195,7 @@ class GraphCache:
                 logger.warning("No memory is left for graphs: further buckets run without graphs")
         start = time.perf_counter()
         hidden = self._run_plain(inputs)
-        # Without captures, hpu/profiling/diagnostics.py counts the runtime's compilations.
-        if self.stage == "serving" and self.captures:
+        if self.stage == "serving":
             self._count(inputs.bucket, time.perf_counter() - start)
         return hidden
 
@@ -172,13 +203,14 @@ class GraphCache:
         self._counters.add(f"compilations.{phase_name(bucket[0])}.{self.stage}", 1)
         self._counters.add(f"compile_seconds.{self.stage}", seconds)
 
-    def _warn(self, bucket: Bucket, req_indices: Sequence[int]) -> None:
-        phase, batch, query, blocks = bucket
-        logger.warning(
-            "Compiled while serving: %s bucket of batch %d, query %d, %d blocks, for %s",
-            phase_name(phase),
-            batch,
-            query,
-            blocks,
-            f"requests {', '.join(map(str, req_indices))}" if req_indices else "no request",
-        )
+
+def _warn(bucket: Bucket, req_indices: Sequence[int]) -> None:
+    phase, batch, query, blocks = bucket
+    logger.warning(
+        "Compiled while serving: %s bucket of batch %d, query %d, %d blocks, for %s",
+        phase_name(phase),
+        batch,
+        query,
+        blocks,
+        f"requests {', '.join(map(str, req_indices))}" if req_indices else "no request",
+    )

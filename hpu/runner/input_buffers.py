@@ -4,7 +4,8 @@ upload does not wait for the previous launch."""
 import itertools
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -215,19 +216,23 @@ class _InputSet(Generic[A_co]):
 
     def __init__(
         self,
-        host: Tensor,
+        layout: InputLayout[A_co],
+        shapes: Sequence[Sequence[int]],
+        own: tuple[Tensor, ...],
+        backend: Backend,
         device: Tensor,
-        arrays: A_co,
-        uploaded: Mapping[str, Tensor],
-        tensors: LaunchTensors,
     ) -> None:
-        self.host = host
+        """`shapes`: of the layout's fields. `own`: forward-pass inputs that are written on the
+        device."""
+        self.host = backend.host_for(device)
         self.device = device
-        """Same tensor as `host` if the device shares the host's memory."""
-        self.arrays = arrays
-        self.uploaded = uploaded
+        flats = torch.split(self.host, [math.prod(shape) for shape in shapes])
+        self.arrays = layout.arrays(
+            [flat.numpy().reshape(shape) for flat, shape in zip(flats, shapes, strict=True)]
+        )
+        self.uploaded = _views(layout, shapes, device)
         """Views of `device` by name of the input."""
-        self.tensors = tensors
+        self.tensors = layout.tensors(self.uploaded if layout.feeds_model else {}, *own)
         self.read_event: Event | None = None
         """Event that is done once the device has read `host`."""
 
@@ -236,10 +241,8 @@ class InputBuffers(Generic[A_co]):
     """Inputs of a bucket. Call order: `host_arrays()`, write the arrays, `upload()`, launch. Its
     tensors come from the last upload.
 
-    On a device with its own memory, prepared inputs have alternating sets of host memory. If
-    `rebinds_inputs` is true, they have as many sets of device memory: a copy into memory that a
-    launch reads waits for the launch, so with a single set a bucket that runs in every step could
-    upload only between launches.
+    Launches alternate between sets of memory, one for each device tensor of
+    `Backend.input_tensors`.
 
     A graph's inputs are the flat tensors, not views. The Gaudi bridge matches graph inputs by
     tensor identity, and the base of a view is not the view, so a replay would read the base of the
@@ -257,15 +260,16 @@ class InputBuffers(Generic[A_co]):
         self._backend = backend
         axes = layout.axes(bucket)
         self._shapes = [field.sizes(axes) for field in layout.fields]
-        self._sizes = [math.prod(shape) for shape in self._shapes]
         self._own = layout.own_tensors(bucket, backend, is_static=is_static)
+        size = sum(map(math.prod, self._shapes))
+        made: Iterator[_InputSet[A_co]] = map(
+            partial(_InputSet[A_co], layout, self._shapes, self._own, backend),
+            backend.input_tensors(size, backend.index_dtype, layout.num_sets),
+        )
+        self._current = self._next = next(made)
         # A shape that was not prepared may never recur, so its further sets are created on demand.
-        self._sets: list[_InputSet[A_co]] = []
-        self._sets.append(self._make_set())
-        if is_static and not backend.shares_host_memory:
-            self._sets += [self._make_set() for _ in range(layout.num_sets - 1)]
-        self._next_set = 0
-        self._current = self._sets[0]
+        further = list(made) if is_static else made
+        self._sets = itertools.cycle(itertools.chain((self._current,), further))
 
     @property
     def tokens(self) -> Tensor:
@@ -293,64 +297,42 @@ class InputBuffers(Generic[A_co]):
         return (self._current.device, *self._own) if self._layout.feeds_model else self._own
 
     def capture_inputs(self) -> tuple[Tensor, ...]:
-        """Inputs for a graph capture. If replays may read other tensors, the flat tensor is a
-        private copy: the runtime copies each replay's inputs to the captured tensors, which must
-        not alias the target of an upload."""
-        if not self._backend.rebinds_inputs or not self._layout.feeds_model:
-            return self.graph_inputs
-        return (self._current.device.clone(), *self._own)
+        """Inputs for a graph capture, in the shapes of `graph_inputs`."""
+        if not self._layout.feeds_model:
+            return self._own
+        return (self._backend.capture_input(self._current.device), *self._own)
 
     def split(self, *tensors: Tensor) -> LaunchTensors:
         """Named tensors of `graph_inputs`."""
         if not self._layout.feeds_model:
             return self._layout.tensors({}, *tensors)
         flat, *own = tensors
-        return self._layout.tensors(self._views(flat), *own)
+        return self._layout.tensors(_views(self._layout, self._shapes, flat), *own)
 
     def host_arrays(self) -> A_co:
         """Arrays of the next host set. Waits only if the device has not yet read the set's previous
         contents."""
-        if self._next_set == len(self._sets):
-            self._sets.append(self._make_set())
-        chosen = self._sets[self._next_set]
+        chosen = self._next = next(self._sets)
         if chosen.read_event is not None:
             chosen.read_event.wait()
         return chosen.arrays
 
     def upload(self) -> None:
-        """Start the copy to the device, in launch order. No-op on a device that shares the host's
-        memory: it has finished all launches, and needs neither a copy nor a second set."""
-        if self._backend.shares_host_memory:
-            return
-        self._current = chosen = self._sets[self._next_set]
+        """Start the copy to the device, in launch order."""
+        self._current = chosen = self._next
         self._backend.upload(chosen.device, chosen.host)
         chosen.read_event = self._backend.event()
-        self._next_set = (self._next_set + 1) % self._layout.num_sets
 
-    def _views(self, flat: Tensor) -> dict[str, Tensor]:
-        pieces = torch.split(flat, self._sizes)
-        return {
-            field.name: piece.view(shape)
-            for field, piece, shape in zip(self._layout.fields, pieces, self._shapes, strict=True)
-        }
 
-    def _make_set(self) -> _InputSet[A_co]:
-        backend, layout, size = self._backend, self._layout, sum(self._sizes)
-        host = backend.host_tensor(size, backend.index_dtype)
-        if backend.shares_host_memory:
-            device = host
-        elif backend.rebinds_inputs or not self._sets:
-            device = backend.zeros((size,), backend.index_dtype)
-        else:
-            device = self._sets[0].device
-        flat, ends = host.numpy(), itertools.accumulate(self._sizes)
-        arrays = [
-            flat[end - size : end].reshape(shape)
-            for shape, size, end in zip(self._shapes, self._sizes, ends, strict=True)
-        ]
-        uploaded = self._views(device)
-        tensors = layout.tensors(uploaded if layout.feeds_model else {}, *self._own)
-        return _InputSet(host, device, layout.arrays(arrays), uploaded, tensors)
+def _views(
+    layout: InputLayout[A_co], shapes: Sequence[Sequence[int]], flat: Tensor
+) -> dict[str, Tensor]:
+    """Views of `flat` by name of the input."""
+    pieces = torch.split(flat, [math.prod(shape) for shape in shapes])
+    return {
+        field.name: piece.view(shape)
+        for field, piece, shape in zip(layout.fields, pieces, shapes, strict=True)
+    }
 
 
 AnyInputs = InputBuffers[Any]

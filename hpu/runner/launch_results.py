@@ -74,10 +74,8 @@ class PromptLogits:
         width = len(numbers[0])
         host = self._backend.host_tensor(len(numbers) * width, self._backend.index_dtype)
         np.stack(numbers, out=host.numpy().reshape(len(numbers), width), casting="unsafe")
-        device = self._backend.zeros((len(host),), self._backend.index_dtype)
-        self._backend.upload(device, host)
         output.pinned.append(host)
-        return torch.split(device, width)
+        return torch.split(self._backend.device_copy(host), width)
 
 
 class LaunchResults(ABC):
@@ -210,13 +208,18 @@ class TableResults(LaunchResults):
         done.packed = self._backend.to_host(self._table)
 
 
-def launch_results(
-    backend: Backend, prompts: PromptLogits, vocab_size: int
-) -> Callable[[ForwardOutput], LaunchResults]:
-    """Function that maps a launch before its sampling to the transfer of its results."""
-    if backend.shares_host_memory:
-        shared = SharedResults(backend, prompts)
-        return lambda forward: shared
+ResultsOf = Callable[[ForwardOutput], LaunchResults]
+"""Maps a launch before its sampling to the transfer of its results."""
+
+
+def shared_results(backend: Backend, prompts: PromptLogits, vocab_size: int) -> ResultsOf:
+    """Results on a device that shares the host's memory."""
+    shared = SharedResults(backend, prompts)
+    return lambda forward: shared
+
+
+def copied_results(backend: Backend, prompts: PromptLogits, vocab_size: int) -> ResultsOf:
+    """Results on a device with its own memory."""
     rows = ResultRows(backend, vocab_size)
     copied = CopiedResults(backend, rows)
 

@@ -6,7 +6,7 @@ must not wait for results or depend on the value of a device tensor.
 
 import itertools
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,7 +43,7 @@ from hpu.runner.batch_state import BatchState
 from hpu.runner.graph_cache import GraphCache
 from hpu.runner.input_buffers import InputBufferPool, LaunchInputs
 from hpu.runner.kv_cache import KVCache
-from hpu.runner.launch_results import LaunchResults, PromptLogits, launch_results
+from hpu.runner.launch_results import LaunchResults, PromptLogits, ResultsOf
 from hpu.runner.sampler_graphs import SamplerGraphs
 from hpu.runner.step_runner import StepRunner
 from hpu.sampling.logprobs import MAX_PACKED
@@ -65,6 +65,8 @@ class RunnerParts:
     graphs: GraphCache
     input_buffers: InputBufferPool[LaunchArrays]
     vocab_size: int
+    make_results: Callable[[Backend, PromptLogits, int], ResultsOf]
+    """Chooses how results get to the host, for a backend, a model and its vocabulary size."""
     pads: bool
     """Whether launches are padded to the bucket's shape; otherwise shapes follow the real
     requests."""
@@ -116,7 +118,7 @@ class ModelRunner(StepRunner):
                 f"{vocab_size} tokens in the vocabulary, at most {MAX_PACKED} are supported"
             )
         prompts = PromptLogits(backend, self._logits, vocab_size, pads=parts.pads)
-        self._results_of = launch_results(backend, prompts, vocab_size)
+        self._results_of = parts.make_results(backend, prompts, vocab_size)
 
     def _launch_all(self, plan: StepPlan, output: AsyncStepOutput) -> None:
         """Run the plan's launches. `sample_deferred` finishes launches with deferred requests; it

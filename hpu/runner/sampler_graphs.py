@@ -36,9 +36,8 @@ class SamplerGraphs:
     """A graph for each batch width and each set of stages that `Sampler.fused_function` supports,
     in the memory reserved for graphs.
 
-    Captured only on a device whose graphs read the inputs of each replay, and used only by decodes
-    whose forward pass has a graph: their hidden states have the same memory layout, which is part
-    of the runtime's key.
+    Used only by decodes whose forward pass has a graph: their hidden states have the same memory
+    layout, which is part of the runtime's key.
     """
 
     def __init__(
@@ -59,9 +58,7 @@ class SamplerGraphs:
     def find(self, bucket: Bucket, hidden: Tensor, req_indices: list[int]) -> SamplerGraph | None:
         """Graph that samples these requests of a launch whose output is `hidden`; None: sample
         without a graph."""
-        if bucket[0] != DECODE or not self._backend.rebinds_inputs:
-            return None
-        stages = self._sampler.fusable_stages(req_indices)
+        stages = self._sampler.fusable_stages(req_indices) if bucket[0] == DECODE else None
         if stages is None:
             return None
         width = bucket[1]

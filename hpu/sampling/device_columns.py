@@ -33,11 +33,10 @@ class DeviceColumns:
     def __init__(
         self, backend: Backend, count: int, width: int, dtype: torch.dtype, num_sets: int = 2
     ) -> None:
+        """`num_sets`: number of launches in flight."""
         self._backend = backend
         self._shape = (count, width)
-        # Alternate between buffers if an upload would wait for the launch that reads its target.
-        num_sets = num_sets if backend.rebinds_inputs else 1
-        self._sets = [backend.zeros((count * width,), dtype) for _ in range(num_sets)]
+        self._sets = list(backend.input_tensors(count * width, dtype, num_sets))
         self._columns = [torch.split(column_set, width) for column_set in self._sets]
         self._host = self._sets[0]
 
@@ -52,20 +51,16 @@ class DeviceColumns:
         return self._columns[-1]
 
     def host(self) -> npt.NDArray[Any]:
-        """(count, width) host memory to fill before `upload`; the device tensor itself if the
-        device shares the host's memory."""
-        if not self._backend.shares_host_memory:
-            self._host = self._backend.host_tensor(len(self.device), self.device.dtype)
+        """(count, width) host memory to fill before `upload`."""
+        self._host = self._backend.host_for(self._sets[0])
         return self._host.numpy().reshape(self._shape)
 
     def upload(self, pinned: list[Tensor]) -> None:
-        """Copy to the device, and append the host tensor of the copy to `pinned`. No-op on a device
-        that shares the host's memory."""
-        if not self._backend.shares_host_memory:
-            self._sets.append(self._sets.pop(0))
-            self._columns.append(self._columns.pop(0))
-            self._backend.upload(self.device, self._host)
-            pinned.append(self._host)
+        """Copy to the device, and append the host tensor of the copy to `pinned`."""
+        self._sets.append(self._sets.pop(0))
+        self._columns.append(self._columns.pop(0))
+        self._backend.upload(self.device, self._host)
+        pinned.append(self._host)
 
 
 class LaunchColumns:

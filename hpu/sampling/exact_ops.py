@@ -132,13 +132,8 @@ class ExactOps:
         """Positions (N,) in the flattened scores, and values (N,) to add there: much less work than
         a table row per request."""
         positions, values = map(torch.from_numpy, self._columns.token_biases(indices))
-        if self._backend.shares_host_memory:
-            return positions, values
-        uploaded = [self._backend.zeros((len(host),), host.dtype) for host in (positions, values)]
-        for device, host in zip(uploaded, (positions, values), strict=True):
-            self._backend.upload(device, host)
         pinned += (positions, values)
-        return uploaded[0], uploaded[1]
+        return self._backend.device_copy(positions), self._backend.device_copy(values)
 
     def _choose(
         self, scores: Tensor, launch: SamplingLaunch, inputs: "_Inputs"

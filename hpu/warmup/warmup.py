@@ -115,8 +115,8 @@ class Warmup:
         if mode == "skip":
             return self._skip(first)
         traffic = read_traffic(self._config.traffic) if self._config.traffic else None
-        if self._graphs.captures and first:
-            self._rank_by_use(by_use(table, first, traffic))
+        if captured := self._graphs.to_capture(first):
+            self._rank_by_use(by_use(table, captured, traffic))
         if mode == "background" and first:
             first, later = split_buckets(table, first, traffic)
             self._background = deque(later)
@@ -141,7 +141,7 @@ class Warmup:
         order = largest_first(buckets, self._block_size)
         samplings = self._samplings_by_width(order)
         num_samplings = sum(len(kinds) for _, kinds in samplings)
-        num_graphs = len(buckets) if self._graphs.captures else 0
+        num_graphs = len(self._graphs.to_capture(buckets))
         progress = _Progress(len(order) + num_samplings + num_graphs, on_progress)
         self._announce = progress.begin
         if not self._compile_all(order, progress):
@@ -175,18 +175,13 @@ class Warmup:
             self._log_not_captured(self._left_out)
         return [bucket] if fits else []
 
-    @property
-    def _compiles(self) -> bool:
-        return self._graphs.captures or self._backend.compiles
-
     def _skip(self, buckets: list[Bucket]) -> list[Bucket]:
-        if buckets and self._compiles:
+        if buckets and self._graphs.tracks_first_runs:
             logger.warning(
                 "Warm-up is skipped: each of %d buckets is compiled by the first request that "
                 "needs it",
                 len(buckets),
             )
-        if self._compiles:
             for bucket in buckets:
                 self._input_buffers.prepare(bucket)
         self._graphs.on_demand = True
@@ -207,7 +202,7 @@ class Warmup:
         start, free = time.perf_counter(), self._backend.memory()[0]
         order = largest_first(buckets or _small_launches(phases), self._block_size)
         samplings = self._samplings_by_width(order)
-        num_graphs = len(buckets) if self._graphs.captures else 0
+        num_graphs = len(self._graphs.to_capture(buckets))
         num_samplings = sum(len(kinds) for _, kinds in samplings)
         num_compiled = len(order) if self._compiles_first else 0
         progress = _Progress(num_compiled + len(order) + num_samplings + num_graphs, on_progress)
@@ -219,8 +214,8 @@ class Warmup:
             self._capture_all(usable, progress)
         progress.finish()
         taken = free - self._backend.memory()[0]
-        memory = "host" if self._backend.shares_host_memory else "device"
-        report.log_finished(len(usable), time.perf_counter() - start, max(0, taken), memory)
+        seconds = time.perf_counter() - start
+        report.log_finished(len(usable), seconds, max(0, taken), self._backend.memory_name)
         return usable if buckets else []
 
     def _prepare(self, bucket: Bucket) -> bool:
@@ -230,8 +225,8 @@ class Warmup:
             return False
         if self._width(bucket) not in self._widths:
             self._sample_all(self._samplings_by_width([bucket]), None)
-        if self._graphs.captures:
-            self._left_out += self._capture([bucket], None, is_pooled=True)[1]
+        to_capture = self._graphs.to_capture([bucket])
+        self._left_out += self._capture(to_capture, None, is_pooled=True)[1]
         return True
 
     @property
@@ -282,7 +277,7 @@ class Warmup:
         return True
 
     def _prepare_inputs(self, bucket: Bucket) -> None:
-        if self._compiles and self._pads:
+        if self._graphs.tracks_first_runs and self._pads:
             self._input_buffers.prepare(bucket)
 
     def _run_all(self, order: list[Bucket], progress: "_Progress") -> list[Bucket]:

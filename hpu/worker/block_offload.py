@@ -4,6 +4,7 @@ import hashlib
 import json
 import logging
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -17,12 +18,7 @@ from config.errors import ConfigError, bytes_text
 from config.version import VERSION
 from hpu.host import usable_memory
 from hpu.layers.attention import PagedAttention
-from hpu.offload.block_copies import (
-    BlockCopies,
-    DirectCopies,
-    StagedCopies,
-    layout_of,
-)
+from hpu.offload.block_copies import BlockCopies, layout_of
 from hpu.offload.block_files import HEADER_BYTES, BlockFiles, NoFiles, acquire, remove_others
 from hpu.offload.host_blocks import MIN_SLOTS, HostBlocks
 from hpu.protocol import (
@@ -45,9 +41,16 @@ class BlockOffload(Offload):
     """Copies KV blocks as step plans request, and reads and writes block files in the
     background."""
 
-    def __init__(self, loaded: LoadedModel, caches: list[Tensor], ranks: Ranks) -> None:
-        """`caches`: all tensors indexed by block. Raises ConfigError if the memory or the folder
-        cannot be used. Collective: all ranks of the model call it together."""
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        caches: list[Tensor],
+        ranks: Ranks,
+        make_copies: Callable[[Sequence[Tensor], int, HostBlocks, NoFiles], BlockCopies],
+    ) -> None:
+        """`caches`: all tensors indexed by block. `make_copies`: creates the copies of `caches`
+        with their block size. Raises ConfigError if the memory or the folder cannot be used.
+        Collective: all ranks of the model call it together."""
         super().__init__()
         config, backend, agreement = loaded.config.offload, loaded.backend, loaded.agreement
         num_devices = ranks.world_size
@@ -67,13 +70,9 @@ class BlockOffload(Offload):
                 f"--kv-offloading-size and --swap-space take {bytes_text(needed)} of host memory "
                 f"for each device, {bytes_text(free)} are free"
             )
-        if backend.shares_host_memory:
-            pool = backend.zeros((self._num_slots, slot_bytes), torch.uint8)
-        else:
-            pool = backend.host_tensor(self._num_slots * slot_bytes, torch.uint8)
-            pool = pool.view(self._num_slots, slot_bytes)
+        pool = backend.host_tensor(needed, torch.uint8)
         self._agreement = agreement
-        self._memory = HostBlocks(pool)
+        self._memory = HostBlocks(pool.view(self._num_slots, slot_bytes))
         self._corrupt: dict[int, list[int]] = {}
         """Non-empty StepResult.corrupt_loads, by step."""
         self._num_filled = 0
@@ -89,13 +88,7 @@ class BlockOffload(Offload):
             parent = Path(config.kv_offloading_dir)
             folder, lock = _acquire_folder(loaded, layout.widths, ranks, parent)
             self._files = BlockFiles(folder, lock, self._memory, lambda: self.on_fetched())
-        self._copies: BlockCopies
-        if backend.shares_host_memory:
-            self._copies = DirectCopies(caches, loaded.block_size, self._memory, self._files)
-        else:
-            self._copies = StagedCopies(
-                caches, loaded.block_size, self._memory, self._files, backend
-            )
+        self._copies = make_copies(caches, loaded.block_size, self._memory, self._files)
         self._synchronize = backend.synchronize
         logger.info(
             "KV offload: %d blocks in %s of host memory%s",

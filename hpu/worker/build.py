@@ -4,6 +4,7 @@ import gc
 import logging
 import time
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from config.checkpoint.draft import check_target
@@ -25,22 +26,29 @@ from hpu.model_loader.size_estimate import (
 from hpu.models.base import CausalLM
 from hpu.models.decoder import Decoder
 from hpu.models.pooling import PoolingModel
-from hpu.multimodal.images import TEXT_ONLY, ImageFeature, ImageLimits, Images, TowerLaunches
+from hpu.multimodal.base import ImageEncoder, Tower
+from hpu.multimodal.device_launches import LaunchOptions
+from hpu.multimodal.encoder_cache import EncoderCache
+from hpu.multimodal.images import TEXT_ONLY, ImageFeature, ImageLimits, Images, fixed_shapes
+from hpu.multimodal.merge import used_on_host, whole
+from hpu.multimodal.own_shapes import OwnShapes
+from hpu.offload.block_copies import DirectCopies, StagedCopies
 from hpu.offload.host_blocks import staging_bytes
+from hpu.profiling.diagnostics import Diagnostics, RuntimeDiagnostics
 from hpu.protocol import DECODE, PREFILL, SINGLE_RANK, Bucket, Ranks
 from hpu.quantization.kv_cache import KVCacheFormat
 from hpu.runner.batch_state import BatchState
 from hpu.runner.counters import Counters
 from hpu.runner.drafting.hidden_cache import HiddenCache
-from hpu.runner.graph_cache import Forward, GraphCache
+from hpu.runner.graph_cache import CapturingGraphCache, Forward, GraphCache
 from hpu.runner.input_buffers import (
-    DecodeLayout,
     HiddenBuffers,
     InputBufferPool,
     InputLayout,
     PrefillLayout,
 )
 from hpu.runner.kv_cache import KVCache, cache_sizes
+from hpu.runner.launch_results import copied_results, shared_results
 from hpu.runner.model_runner import RunnerParts
 from hpu.runner.piecewise_forward import PiecewiseForward
 from hpu.runner.pooling_runner import PoolingLayout, PoolingRunner
@@ -51,11 +59,11 @@ from hpu.sampling.logprobs import LogprobsMode
 from hpu.sampling.sampler import Sampler
 from hpu.worker.block_offload import BlockOffload, check_offload
 from hpu.worker.drafting import (
-    draft_features,
-    draft_layout,
-    keeping_hidden,
+    DeviceDrafting,
+    DraftCaches,
+    Drafting,
+    HostDrafting,
     make_draft_caches,
-    make_model_runner,
 )
 from hpu.worker.load import LoadedModel
 from hpu.worker.memory import (
@@ -172,7 +180,7 @@ def build(
         sampler,
         counters,
         num_blocks=split.num_blocks,
-        captures=loaded.captures,
+        captures=loaded.backend.captures,
         graph_bytes=split.graph_bytes,
     )
     if not loaded.backend.shares_host_memory and isinstance(loaded.model, CausalLM):
@@ -195,7 +203,9 @@ def _with_offload(loaded: LoadedModel, components: Components, ranks: Ranks) -> 
         for kv_cache in (components.cache, *components.draft_caches)
         for tensor in kv_cache.paged
     ]
-    offload = BlockOffload(loaded, caches, ranks)
+    on_host = loaded.backend.shares_host_memory
+    copies = DirectCopies if on_host else partial(StagedCopies, backend=loaded.backend)
+    offload = BlockOffload(loaded, caches, ranks, copies)
     components.runner.offload = offload
     return replace(components, offload=offload)
 
@@ -217,12 +227,17 @@ def check_speculation(loaded: LoadedModel) -> None:
             "image tokens, whose ids are above the vocabulary and would be drafted: leave "
             "--speculative-config out"
         )
-    if not (loaded.backend.shares_host_memory or loaded.backend.compiles):
-        raise ConfigError(
-            f"--speculative-config names the method {method.method}, and the device is "
-            f"{loaded.backend.name}, drafts are verified on hpu and cpu only: leave "
-            "--speculative-config out"
-        )
+
+
+def make_diagnostics(loaded: LoadedModel, counters: Counters) -> Diagnostics:
+    """Create the counters of the runtime's work. They count compilations by phase unless graphs are
+    captured, which GraphCache counts."""
+    metrics = loaded.backend.runtime_metrics
+    if metrics is None:
+        return Diagnostics()
+    return RuntimeDiagnostics(
+        metrics, loaded.config.execution, counters, counts_by_phase=not loaded.backend.captures
+    )
 
 
 def make_sampler(loaded: LoadedModel) -> Sampler | None:
@@ -237,16 +252,10 @@ def make_sampler(loaded: LoadedModel) -> Sampler | None:
         loaded.model_config.vocab_size,
         backend,
         LogprobsMode.named(loaded.config.logprobs_mode),
-        static_shapes=loaded.pads and (loaded.captures or backend.compiles),
-        num_sets=_num_launches(loaded),
+        static_shapes=loaded.pads and (loaded.backend.captures or backend.compiles),
+        num_sets=loaded.num_launches,
         ties=ties_of(keeps=loaded.config.handle_topk_duplicates),
     )
-
-
-def _num_launches(loaded: LoadedModel) -> int:
-    """Number of decodes whose inputs are kept: all decodes of two plans, so that an upload never
-    waits for a decode of the previous plan."""
-    return 2 * loaded.config.decodes_per_step
 
 
 def make_runner(
@@ -269,16 +278,19 @@ def make_runner(
     if loaded.weight_ring is not None:
         assert isinstance(body, Decoder), "other models keep their weights on the device"
         forward = PiecewiseForward(body, loaded.weight_ring, backend)
-    forward = keeping_hidden(loaded, draft_caches, forward)
-    graphs = GraphCache(
-        loaded.lora.forward_of(forward),
-        backend,
-        counters,
-        captures=captures,
-        budget_bytes=graph_bytes,
-        runs_once=loaded.has_states or loaded.num_rings > 0 or stage.size > 1,
-        agreement=loaded.agreement,
-    )
+    drafting = _drafting(loaded, draft_caches)
+    forward = drafting.keeping_hidden(forward)
+    forward = loaded.lora.forward_of(forward)
+    graphs = GraphCache(forward, backend, counters)
+    if captures:
+        graphs = CapturingGraphCache(
+            forward,
+            backend,
+            counters,
+            budget_bytes=graph_bytes,
+            runs_once=loaded.has_states or loaded.num_rings > 0 or stage.size > 1,
+            agreement=loaded.agreement,
+        )
     if isinstance(model, PoolingModel):
         texts = InputBufferPool(backend, {PREFILL: PoolingLayout()})
         pooling_runner = PoolingRunner(model.pooler, backend, graphs, texts)
@@ -298,7 +310,7 @@ def make_runner(
         pad_block=num_blocks,
         contiguous=loaded.contiguous,
     )
-    features = draft_features(loaded, batch_state)
+    features = drafting.features(batch_state)
     if loaded.lora.is_on:
         merges_prompts = loaded.prompts_per_row > 1
         features += (LoRASlotInputs(num_requests, merges_prompts=merges_prompts),)
@@ -307,8 +319,7 @@ def make_runner(
         PREFILL: PrefillLayout(
             features, prompts_per_row=loaded.prompts_per_row, hidden_buffers=hidden_buffers
         ),
-        DECODE: draft_layout(loaded, sampler, features, hidden_buffers)
-        or DecodeLayout(features, num_sets=_num_launches(loaded), hidden_buffers=hidden_buffers),
+        DECODE: drafting.decode_layout(sampler, features, hidden_buffers),
     }
     buffers = InputBufferPool(backend, layouts)
     parts = RunnerParts(
@@ -320,16 +331,26 @@ def make_runner(
         graphs=graphs,
         input_buffers=buffers,
         vocab_size=loaded.model_config.vocab_size,
+        make_results=shared_results if backend.shares_host_memory else copied_results,
         pads=loaded.pads,
         compared_ranks=loaded.groups.tensor if loaded.config.parallel.compare_ranks else SINGLE,
         link=loaded.link,
         agreement=Agreement(loaded.groups.stage_host),
         features=features,
     )
-    runner = make_model_runner(loaded, parts, draft_caches, counters.add)
+    runner = drafting.runner(parts, counters.add)
     runner.lora = loaded.lora
     caches = () if draft_caches is None else draft_caches.all
     return Components(runner, graphs, buffers, cache, states, images, caches)
+
+
+def _drafting(loaded: LoadedModel, caches: DraftCaches | None) -> Drafting:
+    """`caches`: of the draft model or head, if there is one."""
+    method = loaded.config.speculation.choose()
+    if method is None:
+        return Drafting(loaded)
+    form = HostDrafting if loaded.backend.shares_host_memory else DeviceDrafting
+    return form(loaded, method, caches)
 
 
 def num_cache_rows(loaded: LoadedModel) -> int:
@@ -356,16 +377,23 @@ def _make_images(loaded: LoadedModel, counters: Counters, *, captures: bool) -> 
     facts, model = loaded.model_config.vision, loaded.model
     if facts is None or not isinstance(model, CausalLM):
         return TEXT_ONLY
+    backend, sizes = loaded.backend, loaded.config.buckets.image_sizes
+    group = loaded.groups.tensor if loaded.config.parallel.divides_images else SINGLE
+    width = model.config.hidden_size * facts.embeddings_per_row
+
+    def make_encoder(tower: Tower, cache: EncoderCache) -> ImageEncoder:
+        options = LaunchOptions(cache, backend, model.image_multiplier, captures, group)
+        if backend.compiles:
+            return fixed_shapes(tower, sizes, options)
+        return OwnShapes(tower, width, options)
+
     return Images(
         facts,
         model,
         loaded.tower,
-        loaded.backend,
-        launches=TowerLaunches(
-            loaded.config.buckets.image_sizes,
-            captures,
-            loaded.groups.tensor if loaded.config.parallel.divides_images else SINGLE,
-        ),
+        backend,
+        make_encoder=make_encoder,
+        used_part=used_on_host if backend.shares_host_memory else whole,
         limits=ImageLimits(
             _num_requests(loaded), num_cache_rows(loaded), num_request_tiles(loaded)
         ),
@@ -399,7 +427,7 @@ def measure_memory(loaded: LoadedModel, sampler: Sampler | None, profile_blocks:
     graphs."""
     backend, is_pooling = loaded.backend, loaded.is_pooling
     fixed = _fixed_bytes(loaded)
-    if is_pooling and not loaded.captures:
+    if is_pooling and not loaded.backend.captures:
         # Without blocks and graphs, no memory is reserved.
         return FreeMemory(backend.memory()[0], 0, is_measured=False)
     if backend.peak_memory() is None or not loaded.pads:
@@ -584,7 +612,7 @@ def _split(
         usable = plan_memory(
             max(0, memory.free - memory.reserve),
             utilization=config.cache.gpu_memory_utilization,
-            graph_memory_fraction=1.0 if loaded.captures else 0.0,
+            graph_memory_fraction=1.0 if loaded.backend.captures else 0.0,
         )
         return MemorySplit(num_blocks=0, graph_bytes=int(usable.graphs))
     cache = config.cache if num_blocks is None else replace(config.cache, num_blocks=num_blocks)
@@ -642,7 +670,7 @@ def _agreed(split: MemorySplit, loaded: LoadedModel) -> MemorySplit:
 
 
 def _graph_memory_fraction(loaded: LoadedModel) -> float:
-    return loaded.config.warmup.graph_memory_fraction if loaded.captures else 0.0
+    return loaded.config.warmup.graph_memory_fraction if loaded.backend.captures else 0.0
 
 
 def _repeat(

@@ -35,12 +35,10 @@ def load_drafter(
     stage: Stage = WHOLE,
 ) -> LoadedModel | None:
     """Load this rank's part of the drafter of --speculative-config. Returns None without a drafter,
-    if speculation will be rejected for the target or the device, and on a pipeline `stage` before
-    the last (the last stage samples and has the hidden states). Raises ConfigError if the drafter
-    does not match the target."""
+    for a pooling model, and on a pipeline `stage` before the last (the last stage samples and has
+    the hidden states). Raises ConfigError if the drafter does not match the target."""
     method = config.speculation.choose()
-    refused = pooler is not None or not (backend.shares_host_memory or backend.compiles)
-    if method is None or not method.has_drafter or refused or not stage.is_last:
+    if method is None or not method.has_drafter or pooler is not None or not stage.is_last:
         return None
     folder = draft_folder(config, method) if method.model else config.model
     logger.info("Speculation: the method %s drafts with %s", method.method, folder)

@@ -1,5 +1,5 @@
-"""Builds the drafting and verification components, for the host or for a device with its own
-memory."""
+"""Drafting: builds the parts of a runner that draft and verify, on the host or on a device with its
+own memory."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -9,7 +9,7 @@ from torch import Tensor
 from config.errors import ConfigError
 from config.speculation.base import SpeculationMethod
 from hpu.distributed.agreement import Agreement
-from hpu.launch_inputs import LaunchFeature
+from hpu.launch_inputs import LaunchArrays, LaunchFeature
 from hpu.layers.metadata import AttentionInputs
 from hpu.models.base import CausalLM
 from hpu.runner.batch_state import BatchState
@@ -21,7 +21,7 @@ from hpu.runner.drafting.draft_runner import DraftRunner
 from hpu.runner.drafting.hidden_cache import HiddenCache
 from hpu.runner.drafting.host_runner import HostSpeculationRunner, PlannedDraftRunner
 from hpu.runner.graph_cache import Forward
-from hpu.runner.input_buffers import HiddenBuffers
+from hpu.runner.input_buffers import DecodeLayout, HiddenBuffers, InputLayout
 from hpu.runner.kv_cache import KVCache
 from hpu.runner.model_runner import ModelRunner, RunnerParts
 from hpu.sampling.sampler import Sampler
@@ -76,180 +76,184 @@ def make_draft_caches(loaded: LoadedModel, num_blocks: int) -> DraftCaches | Non
     return DraftCaches(drafter, model, kv, hidden)
 
 
-def keeping_hidden(loaded: LoadedModel, caches: DraftCaches | None, forward: Forward) -> Forward:
-    """Extend the target's `forward` to store hidden states, because the replay of a captured graph
-    runs no other code. Returns `forward` itself on a host, whose runner stores them, and if the
-    drafter reads none."""
-    if caches is None or caches.hidden is None or loaded.backend.shares_host_memory:
+class Drafting:
+    """The parts of a runner that depend on speculation. This base class is for a server without
+    speculation."""
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        self._loaded = loaded
+
+    def keeping_hidden(self, forward: Forward) -> Forward:
+        """The target's `forward`, extended to store the hidden states that the drafter reads, if
+        the runner does not store them."""
         return forward
-    model, cache = loaded.model, caches.hidden
-    assert isinstance(model, CausalLM), "a target generates"
 
-    def keeping(tokens: Tensor, inputs: AttentionInputs) -> Tensor:
-        hidden = forward(tokens, inputs)
-        kept = model.kept_hidden_states
-        cache.write(inputs, hidden if kept is None else kept)
-        return hidden
-
-    return keeping
-
-
-def draft_features(loaded: LoadedModel, batch_state: BatchState) -> tuple[LaunchFeature, ...]:
-    """Further inputs of decodes that verify drafts on a device: sampled tokens on a pipeline stage
-    that does not sample, and drafts if the plans contain them."""
-    method = _device_method(loaded)
-    if method is None:
+    def features(self, batch_state: BatchState) -> tuple[LaunchFeature, ...]:
+        """Further inputs of launches."""
         return ()
-    found: list[LaunchFeature] = []
-    if not loaded.link.stage.is_last:
-        found.append(SampledTokenInputs(batch_state, 1 + method.max_drafts))
-    if _plans_drafts(loaded, method):
-        found.append(PlannedDraftInputs(method.max_drafts))
-    return tuple(found)
 
+    def decode_layout(
+        self,
+        sampler: Sampler,
+        features: Sequence[LaunchFeature],
+        hidden_buffers: HiddenBuffers | None,
+    ) -> InputLayout[LaunchArrays]:
+        """Inputs of decodes. Prepares `sampler` for them. `hidden_buffers`: for a pipeline stage
+        that receives hidden states. Raises ConfigError for a model whose drafts the device cannot
+        verify."""
+        count = self._loaded.num_launches
+        return DecodeLayout(features, num_sets=count, hidden_buffers=hidden_buffers)
 
-def draft_layout(
-    loaded: LoadedModel,
-    sampler: Sampler,
-    features: Sequence[LaunchFeature],
-    hidden_buffers: HiddenBuffers | None,
-) -> DraftLayout | None:
-    """Inputs of decodes that verify drafts on a device; None for other decodes. Prepares `sampler`
-    for drafts. `hidden_buffers`: for a pipeline stage that receives hidden states. Raises
-    ConfigError for a model with M-RoPE on such a device."""
-    method = _device_method(loaded)
-    if method is None:
-        return None
-    vision = loaded.model_config.vision
-    if vision is not None and vision.uses_mrope:
-        raise ConfigError(
-            f"--speculative-config names the method {method.method}, and {loaded.config.model} "
-            "has positions with three axes, whose drafts are verified on cpu and not on "
-            f"{loaded.backend.name}: leave --speculative-config out"
-        )
-    width, max_inflight = 1 + method.max_drafts, loaded.config.max_inflight_steps
-    sampler.expect_drafts(method.max_drafts, max_inflight)
-    # Positions that a drafter recomputes (at most `width`), and the tokens of each launch in flight
-    # (at most `width`), including this launch.
-    reach = width * (max_inflight + 1)
-    if method.has_drafter:
-        # Drafts made at the end of a launch follow the tokens that the launch accepts.
-        reach += width
-    window = -(-reach // loaded.block_size) + 1
-    return DraftLayout(width, window, features, hidden_buffers=hidden_buffers)
-
-
-def _device_method(loaded: LoadedModel) -> SpeculationMethod | None:
-    """Method whose drafts are verified on a device with its own memory."""
-    return None if loaded.backend.shares_host_memory else loaded.config.speculation.choose()
-
-
-def _plans_drafts(loaded: LoadedModel, method: SpeculationMethod) -> bool:
-    """Whether a device gets its drafts with the plans. True with pipeline stages if only the
-    last stage can draft, because only the last stage has the drafter or the outputs of earlier
-    requests."""
-    needs_last_stage = method.has_drafter or method.reads_earlier_outputs
-    return needs_last_stage and loaded.link.stage.size > 1
-
-
-def make_model_runner(
-    loaded: LoadedModel,
-    parts: RunnerParts,
-    caches: DraftCaches | None,
-    count: Callable[[str, float], None],
-) -> ModelRunner:
-    """Create the runner of the target `loaded`, which verifies drafts if speculation is configured.
-    `count`: adds to a counter."""
-    method = loaded.config.speculation.choose()
-    if method is None:
+    def runner(self, parts: RunnerParts, count: Callable[[str, float], None]) -> ModelRunner:
+        """The runner of the target. `count`: adds to a counter."""
         return ModelRunner(parts)
-    counts = AcceptanceCounts(count)
-    if loaded.backend.shares_host_memory:
-        return _host_runner(loaded, parts, method, caches, counts)
-    batch_state, stage = parts.batch_state, loaded.link.stage
-    drafter = _device_drafter(loaded, method, caches, parts)
-    plans_drafts = _plans_drafts(loaded, method)
-    if stage.is_last or not plans_drafts:
-        search = select_drafter(method).search(
+
+
+class SpeculativeDrafting(Drafting):
+    """The parts that draft and verify."""
+
+    def __init__(
+        self, loaded: LoadedModel, method: SpeculationMethod, caches: DraftCaches | None
+    ) -> None:
+        """`caches`: of the draft model or head, if there is one."""
+        super().__init__(loaded)
+        self._method = method
+        self._caches = caches
+
+
+class HostDrafting(SpeculativeDrafting):
+    """Verification on the host, which knows all tokens of earlier launches."""
+
+    def runner(self, parts: RunnerParts, count: Callable[[str, float], None]) -> ModelRunner:
+        stage = self._loaded.link.stage
+        if not stage.is_last:
+            return PlannedDraftRunner(parts)
+        speculation = Speculation(
+            select_proposer(self._method, self._drafter(parts)),
+            parts.batch_state,
+            parts.sampler,
+            DraftLengths(self._method.max_drafts),
+            AcceptanceCounts(count),
+            drafts_all_ahead=stage.size > 1,
+        )
+        hidden = None if self._caches is None else self._caches.hidden
+        return HostSpeculationRunner(parts, speculation, hidden)
+
+    def _drafter(self, parts: RunnerParts) -> DraftRunner | None:
+        if self._caches is None:
+            return None
+        drafter = self._caches.drafter
+        return select_model_drafter(self._method).runner(
+            self._caches.model,
+            drafter.backend,
+            parts,
+            self._caches.kv,
+            Agreement(drafter.groups.stage_host),
+            max_model_len=drafter.max_model_len,
+            max_prefill_tokens=drafter.token_budget,
+            hidden_cache=self._caches.hidden,
+        )
+
+
+class DeviceDrafting(SpeculativeDrafting):
+    """Verification on a device with its own memory."""
+
+    @property
+    def _plans_drafts(self) -> bool:
+        """Whether the device gets its drafts with the plans. True with pipeline stages if only the
+        last stage can draft, because only the last stage has the drafter or the outputs of earlier
+        requests."""
+        needs_last_stage = self._method.has_drafter or self._method.reads_earlier_outputs
+        return needs_last_stage and self._loaded.link.stage.size > 1
+
+    def keeping_hidden(self, forward: Forward) -> Forward:
+        # Within `forward`, because the replay of a captured graph runs no other code.
+        if self._caches is None or self._caches.hidden is None:
+            return forward
+        model, cache = self._loaded.model, self._caches.hidden
+        assert isinstance(model, CausalLM), "a target generates"
+
+        def keeping(tokens: Tensor, inputs: AttentionInputs) -> Tensor:
+            hidden = forward(tokens, inputs)
+            kept = model.kept_hidden_states
+            cache.write(inputs, hidden if kept is None else kept)
+            return hidden
+
+        return keeping
+
+    def features(self, batch_state: BatchState) -> tuple[LaunchFeature, ...]:
+        """Sampled tokens on a pipeline stage that does not sample, and drafts if the plans contain
+        them."""
+        found: list[LaunchFeature] = []
+        if not self._loaded.link.stage.is_last:
+            found.append(SampledTokenInputs(batch_state, 1 + self._method.max_drafts))
+        if self._plans_drafts:
+            found.append(PlannedDraftInputs(self._method.max_drafts))
+        return tuple(found)
+
+    def decode_layout(
+        self,
+        sampler: Sampler,
+        features: Sequence[LaunchFeature],
+        hidden_buffers: HiddenBuffers | None,
+    ) -> InputLayout[LaunchArrays]:
+        loaded, method = self._loaded, self._method
+        vision = loaded.model_config.vision
+        if vision is not None and vision.uses_mrope:
+            raise ConfigError(
+                f"--speculative-config names the method {method.method}, and {loaded.config.model} "
+                "has positions with three axes, whose drafts are verified on cpu and not on "
+                f"{loaded.backend.name}: leave --speculative-config out"
+            )
+        width, max_inflight = 1 + method.max_drafts, loaded.config.max_inflight_steps
+        sampler.expect_drafts(method.max_drafts, max_inflight)
+        # Positions that a drafter recomputes (at most `width`), and the tokens of each launch in
+        # flight (at most `width`), including this launch.
+        reach = width * (max_inflight + 1)
+        if method.has_drafter:
+            # Drafts made at the end of a launch follow the tokens that the launch accepts.
+            reach += width
+        window = -(-reach // loaded.block_size) + 1
+        return DraftLayout(width, window, features, hidden_buffers=hidden_buffers)
+
+    def runner(self, parts: RunnerParts, count: Callable[[str, float], None]) -> ModelRunner:
+        loaded, method, max_num_reqs = self._loaded, self._method, parts.batch_state.max_num_reqs
+        drafter = self._drafter(parts)
+        if loaded.link.stage.is_last or not self._plans_drafts:
+            search = select_drafter(method).search(
+                method,
+                loaded.backend,
+                max_num_reqs=max_num_reqs,
+                max_model_len=loaded.max_model_len,
+            )
+        else:
+            search = KeptDrafts(
+                loaded.backend, max_num_reqs=max_num_reqs, max_drafts=method.max_drafts
+            )
+        speculation = DeviceSpeculation(
             method,
             loaded.backend,
-            max_num_reqs=batch_state.max_num_reqs,
+            parts.batch_state,
+            AcceptanceCounts(count),
             max_model_len=loaded.max_model_len,
+            search=search,
+            drafter=drafter,
+            plans_drafts=self._plans_drafts,
         )
-    else:
-        search = KeptDrafts(
-            loaded.backend, max_num_reqs=batch_state.max_num_reqs, max_drafts=method.max_drafts
+        return DeviceSpeculationRunner(parts, speculation, drafter)
+
+    def _drafter(self, parts: RunnerParts) -> DeviceModelDrafter | None:
+        if self._caches is None:
+            return None
+        loaded, drafter = self._loaded, self._caches.drafter
+        functions = CapturedFunctions(loaded.backend, parts.graphs, parts.agreement, "drafting")
+        return select_model_drafter(self._method).device_drafter(
+            self._caches.model,
+            loaded.backend,
+            functions,
+            parts.sampler.fused_greedy,
+            max_drafts=self._method.max_drafts,
+            max_model_len=drafter.max_model_len,
+            is_shorter=drafter.max_model_len < loaded.max_model_len,
+            hidden_cache=self._caches.hidden,
         )
-    speculation = DeviceSpeculation(
-        method,
-        loaded.backend,
-        batch_state,
-        counts,
-        max_model_len=loaded.max_model_len,
-        search=search,
-        drafter=drafter,
-        plans_drafts=plans_drafts,
-    )
-    return DeviceSpeculationRunner(parts, speculation, drafter)
-
-
-def _host_runner(
-    loaded: LoadedModel,
-    parts: RunnerParts,
-    method: SpeculationMethod,
-    caches: DraftCaches | None,
-    counts: AcceptanceCounts,
-) -> ModelRunner:
-    stage = loaded.link.stage
-    if not stage.is_last:
-        return PlannedDraftRunner(parts)
-    drafter = _draft_runner(method, caches, parts)
-    speculation = Speculation(
-        select_proposer(method, drafter),
-        parts.batch_state,
-        parts.sampler,
-        DraftLengths(method.max_drafts),
-        counts,
-        drafts_all_ahead=stage.size > 1,
-    )
-    return HostSpeculationRunner(parts, speculation, None if caches is None else caches.hidden)
-
-
-def _draft_runner(
-    method: SpeculationMethod, caches: DraftCaches | None, parts: RunnerParts
-) -> DraftRunner | None:
-    if caches is None:
-        return None
-    drafter = caches.drafter
-    return select_model_drafter(method).runner(
-        caches.model,
-        drafter.backend,
-        parts,
-        caches.kv,
-        Agreement(drafter.groups.stage_host),
-        max_model_len=drafter.max_model_len,
-        max_prefill_tokens=drafter.token_budget,
-        hidden_cache=caches.hidden,
-    )
-
-
-def _device_drafter(
-    loaded: LoadedModel,
-    method: SpeculationMethod,
-    caches: DraftCaches | None,
-    parts: RunnerParts,
-) -> DeviceModelDrafter | None:
-    if caches is None:
-        return None
-    drafter = caches.drafter
-    functions = CapturedFunctions(loaded.backend, parts.graphs, parts.agreement, "drafting")
-    return select_model_drafter(method).device_drafter(
-        caches.model,
-        loaded.backend,
-        functions,
-        parts.sampler.fused_greedy,
-        max_drafts=method.max_drafts,
-        max_model_len=drafter.max_model_len,
-        is_shorter=drafter.max_model_len < loaded.max_model_len,
-        hidden_cache=caches.hidden,
-    )

@@ -150,8 +150,10 @@ class LoadedModel:
         return own if self.tower is None else (*own, self.tower)
 
     @property
-    def captures(self) -> bool:
-        return self.backend.captures and not self.config.enforce_eager
+    def num_launches(self) -> int:
+        """Number of decodes whose inputs are kept: all decodes of two plans, so that an upload
+        never waits for a decode of the previous plan."""
+        return 2 * self.config.decodes_per_step
 
     @property
     def bucket_config(self) -> BucketConfig:
@@ -203,16 +205,13 @@ class LoadedModel:
     @property
     def prompts_per_row(self) -> int:
         """Maximum number of sequences concatenated in a row of a prefill."""
-        scheduler = self.config.scheduler
-        # Only the vendor's fused attention supports such rows; other devices pad little or not at
-        # all. A scan over states needs a row per sequence, cross-attention reads the images of a
-        # row, and an indexer counts the blocks of a row.
-        merges = scheduler.merged_prefill and self.backend.compiles and self.pads
+        # A scan over states needs a row per sequence, cross-attention reads the images of a row,
+        # and an indexer counts the blocks of a row.
         has_cross = self.model_config.cross_attention is not None
-        merges = merges and not (
-            self.has_states or has_cross or _indexer(self.config, self.model_config)
-        )
-        return scheduler.prefill_batch() if merges and not self.is_pooling else 1
+        needs_rows = self.has_states or has_cross or _indexer(self.config, self.model_config)
+        if self.is_pooling or needs_rows or not self.pads:
+            return 1
+        return self.backend.prompts_per_row(self.config.scheduler)
 
     def bucket_table(self, num_blocks: int) -> BucketTable:
         """Bucket table for a KV cache of `num_blocks`; a pooling model has no cache. Collective:

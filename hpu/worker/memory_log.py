@@ -44,20 +44,16 @@ def log_taken(
     now = memory_use(backend)
     host_bytes = now.host_used - before.host_used
     device_bytes = device_bytes or now.device_used - before.device_used
-    if backend.shares_host_memory:
-        parts = [_part(device_bytes, "host", now.host_used, now.host_total)]
-    else:
-        parts = [
-            _part(device_bytes, "device", now.device_used, now.device_total),
-            _part(host_bytes, "host", now.host_used, now.host_total),
-        ]
+    parts = {backend.memory_name: (device_bytes, now.device_used, now.device_total)}
+    parts.setdefault("host", (host_bytes, now.host_used, now.host_total))
+    texts = [_part(where, *sizes) for where, sizes in parts.items()]
     fields = {"device_bytes": device_bytes, "host_bytes": host_bytes, **_fields(now)}
     took = f", in {seconds:.1f} s" if seconds else ""
     fields |= {"seconds": round(seconds, 3)} if seconds else {}
-    logger.info("%s took %s%s", what, " and ".join(parts), took, extra={"fields": fields})
+    logger.info("%s took %s%s", what, " and ".join(texts), took, extra={"fields": fields})
 
 
-def _part(taken: int, where: str, used: int, total: int) -> str:
+def _part(where: str, taken: int, used: int, total: int) -> str:
     sign = "-" if taken < 0 else ""
     return (
         f"{sign}{bytes_text(abs(taken))} of {where} memory "

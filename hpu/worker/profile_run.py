@@ -104,8 +104,8 @@ def profile_launches(
     for bucket in buckets:
         input_buffers.prepare(bucket)
         runner.warm_up(bucket, GREEDY)
-        if graphs.captures:
-            graphs.capture(input_buffers.get(bucket))
+    for bucket in graphs.to_capture(buckets):
+        graphs.capture(input_buffers.get(bucket))
 
     def run() -> None:
         for bucket in buckets:

@@ -11,7 +11,7 @@ import torch
 from config.errors import ProfileWritten
 from hpu.backends.base import Backend
 from hpu.profiling.core_wait import CoreWait
-from hpu.profiling.diagnostics import Diagnostics, RuntimeDiagnostics
+from hpu.profiling.diagnostics import Diagnostics
 from hpu.profiling.profiler import Profiler
 from hpu.protocol import (
     GrammarMasks,
@@ -28,7 +28,13 @@ from hpu.runner.drafting.host_runner import PlannedDraftRunner
 from hpu.runner.model_runner import ModelRunner
 from hpu.warmup import report
 from hpu.warmup.warmup import Warmup
-from hpu.worker.build import Components, build, num_cache_rows, num_request_tiles
+from hpu.worker.build import (
+    Components,
+    build,
+    make_diagnostics,
+    num_cache_rows,
+    num_request_tiles,
+)
 from hpu.worker.load import LoadedModel, dtype_name
 from hpu.worker.memory_log import log_taken, memory_use
 from hpu.worker.profile_run import profile_launches, profiled_buckets
@@ -169,14 +175,7 @@ def _warm_up(
     config, backend, runner = loaded.config, loaded.backend, components.runner
     table = loaded.bucket_table(components.num_blocks)
     report.log_buckets(table, loaded.bucket_config, config.buckets)
-    diagnostics = Diagnostics()
-    if backend.runtime_metrics is not None:
-        diagnostics = RuntimeDiagnostics(
-            backend.runtime_metrics,
-            config.execution,
-            counters,
-            counts_by_phase=not components.graphs.captures,
-        )
+    diagnostics = make_diagnostics(loaded, counters)
     components.compile_copies(backend, contiguous=loaded.contiguous)
     offload = components.offload.start(pad_block=components.num_blocks)
     profiler = Profiler(backend, config.execution, config.cache_dir, rank=ranks.rank)

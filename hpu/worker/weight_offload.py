@@ -65,15 +65,10 @@ def weights_in_host_memory(
     group: ProcessGroup,
 ) -> WeightsInHostMemory:
     """Select the offloaded layers of a model of `dtype`, sharded across the tensor-parallel
-    `group`. Raises ConfigError if the model or the device does not support offloading."""
+    `group`. Raises ConfigError if the model does not support offloading."""
     if not config.offload.cpu_offload_gb:
         return WeightsInHostMemory(backend, (), 0)
     what = f"--cpu-offload-gb is {config.offload.cpu_offload_gb:g} and"
-    if backend.shares_host_memory:
-        raise ConfigError(
-            f"{what} the device is {backend.name}, whose weights are in host memory already: set "
-            "it to 0"
-        )
     refusals = {
         "is served for pooling": pooler is not None,
         "is quantized": model_config.quantization is not None,

@@ -19,7 +19,7 @@ from hpu.backends.base import Backend
 from hpu.backends.select import select_backend
 from hpu.distributed.agreement import Agreement
 from hpu.distributed.pipeline import PipelineLink
-from hpu.distributed.process_groups import SINGLE_RANK, ProcessGroups, Ranks, make_groups
+from hpu.distributed.process_groups import SINGLE_RANK, ProcessGroups, Ranks
 from hpu.doctor.machine import distribution_version
 from hpu.model_loader.offloaded_weights import OffloadedWeights, offload_weights
 from hpu.protocol import (
@@ -198,9 +198,9 @@ class Worker:
             self._drop()
             if loaded is not None:
                 loaded.lora.clear()
-                if level == 1 and _can_offload(loaded):
-                    self._offloaded = offload_weights(loaded.modules)
-                if level > 1 or not backend.shares_host_memory:
+                if backend.drops_weights(level):
+                    if level == 1 and _can_offload(loaded):
+                        self._offloaded = offload_weights(loaded.modules)
                     loaded.lora.close()
                     self._loaded = None
         if level > 1:
@@ -277,11 +277,10 @@ class Worker:
         self._device.backend.begin_warmup()
 
     def _start(self, backend: Backend, on_progress: Progress) -> WorkerReady:
-        groups = make_groups(
+        groups = backend.make_groups(
             tensor=self._config.parallel.tensor_parallel_size,
             pipeline=self._config.parallel.pipeline_parallel_size,
             data=self._ranks.num_engines,
-            mark_step=backend.mark_step if backend.compiles else None,
         )
         Agreement(groups.host).check_same(_versions(), f"rank {self._ranks.rank}")
         link = PipelineLink(groups.pipeline, backend.device)
@@ -336,12 +335,7 @@ def _can_offload(loaded: LoadedModel) -> bool:
     """Whether the weights can be copied to the host and back. Processed quantized weights differ
     from the loaded parameters, and the weight ring shares parameters among layers, so neither can
     be restored."""
-    return not (
-        loaded.backend.shares_host_memory
-        or loaded.weight_ring
-        or loaded.quantization
-        or loaded.patcher
-    )
+    return not (loaded.weight_ring or loaded.quantization or loaded.patcher)
 
 
 def _versions() -> dict[str, str]:

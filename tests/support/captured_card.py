@@ -2,23 +2,22 @@
 
 from typing import Any
 
+from card_memory import RebindingMemory
 from torch import nn
 
-from hpu.backends.cpu import CallGraph, CpuBackend
+from hpu.backends.cpu import CallGraph
 
 GRAPH_BYTES = 1000
 FULL = "the card is full"
 REFUSED = "Graph compile failed. synStatus=synFail 26"
 
 
-class CapturedCard(CpuBackend):
+class CapturedCard(RebindingMemory):
     """Every graph takes GRAPH_BYTES of `total`, and `capacity` graphs fit. A model with the hook
     `refuse` runs out of memory above `most_tokens`, and its compiler refuses `uncompilable` tokens.
     No graph of `ungraphable` tokens can be compiled. No other object takes memory."""
 
     captures = True
-    shares_host_memory = False
-    rebinds_inputs = True
 
     def __init__(
         self,
@@ -56,12 +55,13 @@ class CapturedCard(CpuBackend):
         if inputs[0].numel() == self._uncompilable:
             raise RuntimeError(REFUSED)
 
-    def capture(
+    def capture_function(
         self, function: Any, inputs: tuple[Any, ...], *, frees_intermediates: bool = False
     ) -> CallGraph:
-        if frees_intermediates:
-            # The sampler's graphs take no memory here and are not counted.
-            return CallGraph(function, inputs)
+        # The sampler's graphs take no memory here and are not counted.
+        return (CallGraph if frees_intermediates else self.capture)(function, inputs)
+
+    def capture(self, function: Any, inputs: tuple[Any, ...]) -> CallGraph:
         if len(self.captured) == self._capacity:
             raise RuntimeError(FULL)
         tokens = function(*inputs).shape[:2]

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from card_memory import CardMemory
 from paged_harness import PagedHarness, load_decoder
 from tiny_models import make_tiny
 from torch import Tensor
@@ -16,7 +17,6 @@ from torch.utils._pytree import tree_leaves
 from config.engine import EngineConfig
 from config.errors import ConfigError
 from config.model.model_config import ModelConfig
-from hpu.backends.cpu import CpuBackend
 from hpu.backends.cuda import missing_cuda
 from hpu.backends.select import select_backend
 from hpu.layers.metadata import AttentionInputs, DecodeAttentionInputs, PrefillAttentionInputs
@@ -42,10 +42,8 @@ EVERYTHING = [
 ]
 
 
-class MetaBackend(CpuBackend):
+class MetaBackend(CardMemory):
     """The CPU back end with tensors on the meta device."""
-
-    shares_host_memory = False
 
     def __init__(self) -> None:
         super().__init__(1)

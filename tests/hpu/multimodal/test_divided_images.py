@@ -19,7 +19,7 @@ from config.errors import ConfigError
 from config.parallel import ParallelConfig
 from hpu.distributed.process_groups import ProcessGroup
 from hpu.multimodal.device_launches import DeviceLaunches
-from hpu.multimodal.images import divided
+from hpu.multimodal.own_shapes import divided
 from hpu.protocol import Ranks
 
 SIZES = {"qwen2_5_vl": "16,48", "mistral3": "16,48", "llava_next": "1,2"}

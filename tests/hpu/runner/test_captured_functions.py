@@ -13,7 +13,7 @@ from hpu.layers.metadata import AttentionInputs
 from hpu.protocol import DECODE
 from hpu.runner.captured_functions import CapturedFunctions
 from hpu.runner.counters import Counters
-from hpu.runner.graph_cache import GraphCache
+from hpu.runner.graph_cache import CapturingGraphCache
 from hpu.runner.input_buffers import DecodeLayout, InputLayout
 
 BUCKET = (DECODE, 2, 1, 4)
@@ -26,9 +26,7 @@ def _forward(tokens: Tensor, context: AttentionInputs) -> Tensor:
 def _captured(card: CapturedCard, agreement: Agreement) -> list[bool]:
     """Whether three functions have a graph, of 3, 4 and 5 tokens."""
     layout: InputLayout[LaunchArrays] = DecodeLayout()
-    graphs = GraphCache(
-        _forward, card, Counters(), captures=True, budget_bytes=9000, agreement=agreement
-    )
+    graphs = CapturingGraphCache(_forward, card, Counters(), budget_bytes=9000, agreement=agreement)
     graphs.capture(layout.buffers(BUCKET, card, is_static=True))
     functions = CapturedFunctions(card, graphs, agreement, "sampling")
     inputs = [torch.zeros(1, size) for size in (3, 4, 5)]

@@ -13,7 +13,7 @@ from hpu.launch_inputs import LaunchArrays
 from hpu.layers.metadata import AttentionInputs
 from hpu.protocol import DECODE, PREFILL
 from hpu.runner.counters import Counters
-from hpu.runner.graph_cache import GraphCache
+from hpu.runner.graph_cache import CapturingGraphCache, GraphCache
 from hpu.runner.input_buffers import DecodeLayout, InputLayout, LaunchInputs, PrefillLayout
 
 SMALL, LARGE = (DECODE, 2, 1, 4), (PREFILL, 1, 8, 2)
@@ -23,10 +23,8 @@ def _forward(tokens: Tensor, context: AttentionInputs) -> Tensor:
     return (tokens + context.positions).unsqueeze(-1)
 
 
-def _graphs(
-    card: CapturedCard, counters: Counters, *, budget: int, captures: bool = True
-) -> GraphCache:
-    return GraphCache(_forward, card, counters, captures=captures, budget_bytes=budget)
+def _graphs(card: CapturedCard, counters: Counters, *, budget: int) -> GraphCache:
+    return CapturingGraphCache(_forward, card, counters, budget_bytes=budget)
 
 
 def _inputs(
@@ -70,7 +68,7 @@ def test_a_capture_raises_errors_other_than_out_of_memory() -> None:
     def broken(tokens: Tensor, context: AttentionInputs) -> Tensor:
         raise RuntimeError("something else")
 
-    graphs = GraphCache(broken, CapturedCard(), Counters(), captures=True, budget_bytes=5000)
+    graphs = CapturingGraphCache(broken, CapturedCard(), Counters(), budget_bytes=5000)
 
     with pytest.raises(RuntimeError, match="something else"):
         graphs.capture(_inputs(CapturedCard(), SMALL))
@@ -110,8 +108,8 @@ def test_a_shape_first_run_while_serving_is_counted_once_with_its_requests(
 
 def test_ranks_keep_capturing_after_the_compiler_of_one_rank_refused_a_graph() -> None:
     def work(card: CapturedCard, agreement: Agreement) -> tuple[list[bool], bool]:
-        graphs = GraphCache(
-            _forward, card, Counters(), captures=True, budget_bytes=5000, agreement=agreement
+        graphs = CapturingGraphCache(
+            _forward, card, Counters(), budget_bytes=5000, agreement=agreement
         )
         graphs.on_demand = True
         for bucket in (SMALL, LARGE):
@@ -136,7 +134,7 @@ def test_inputs_that_will_be_dropped_are_never_captured() -> None:
 
 def test_eager_devices_count_no_shapes() -> None:
     card, counters = CapturedCard(), Counters()
-    graphs = _graphs(card, counters, budget=5000, captures=False)
+    graphs = GraphCache(_forward, card, counters)
     graphs.stage = "serving"
 
     hidden = graphs.run(_inputs(card, SMALL))

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from card_memory import CardMemory, RebindingMemory
 
 from hpu.backends.cpu import CpuBackend
 from hpu.launch_inputs import (
@@ -28,14 +29,7 @@ from hpu.runner.input_buffers import (
 )
 from hpu.spec_decode.device import DraftInputs
 
-
-class Card(CpuBackend):
-    """A back end that reports its own device memory."""
-
-    shares_host_memory = False
-
-
-BOTH = pytest.mark.parametrize("kind", [CpuBackend, Card])
+BOTH = pytest.mark.parametrize("kind", [CpuBackend, CardMemory])
 
 
 class Everything(LaunchFeature):
@@ -132,7 +126,7 @@ def test_a_model_without_features_gets_only_its_request_indices(kind: type[CpuBa
 
 def test_inputs_of_drafts_are_uploaded_and_the_model_reads_rows_of_the_device() -> None:
     layout = DraftLayout(3, 2, [LoRASlotInputs(4)])
-    inputs = layout.buffers((DECODE, 2, 1, 5), Card(num_threads=1), is_static=True)
+    inputs = layout.buffers((DECODE, 2, 1, 5), CardMemory(num_threads=1), is_static=True)
 
     numbered(inputs.host_arrays())
     inputs.upload()
@@ -160,7 +154,7 @@ def test_the_inputs_of_drafts_have_the_same_names_on_host_and_device() -> None:
 
 def test_a_warm_up_fills_the_inputs_of_a_feature_with_padding() -> None:
     feature = Everything()
-    inputs = PrefillLayout([feature]).buffers((PREFILL, 2, 3, 4), Card(1), is_static=False)
+    inputs = PrefillLayout([feature]).buffers((PREFILL, 2, 3, 4), CardMemory(1), is_static=False)
     arrays = inputs.host_arrays()
     numbered(arrays)
 
@@ -172,7 +166,7 @@ def test_a_warm_up_fills_the_inputs_of_a_feature_with_padding() -> None:
 
 
 def test_the_next_write_uses_another_set_than_a_running_launch() -> None:
-    inputs = make((PREFILL, 1, 1, 0), Card(num_threads=1))
+    inputs = make((PREFILL, 1, 1, 0), CardMemory(num_threads=1))
     first = inputs.host_arrays()
     inputs.upload()
 
@@ -183,14 +177,8 @@ def test_the_next_write_uses_another_set_than_a_running_launch() -> None:
     assert inputs.host_arrays() is first
 
 
-class RebindingCard(Card):
-    """A card whose replays may read tensors that their capture did not read."""
-
-    rebinds_inputs = True
-
-
 def test_device_tensors_of_a_running_launch_are_not_overwritten_with_rebinding_graphs() -> None:
-    inputs = make((DECODE, 1, 1, 2), RebindingCard(num_threads=1))
+    inputs = make((DECODE, 1, 1, 2), RebindingMemory(num_threads=1))
     flats, contexts = [], []
 
     for step in range(4):
@@ -209,7 +197,7 @@ def test_device_tensors_of_a_running_launch_are_not_overwritten_with_rebinding_g
 
 @pytest.mark.parametrize("is_static", [False, True])
 def test_the_sets_of_a_decode_alternate_and_a_prefill_has_two(is_static: bool) -> None:
-    card = RebindingCard(num_threads=1)
+    card = RebindingMemory(num_threads=1)
 
     def hosts(phase: int) -> list[int]:
         layout = PrefillLayout() if phase == PREFILL else DecodeLayout(num_sets=6)
@@ -228,8 +216,8 @@ def test_the_sets_of_a_decode_alternate_and_a_prefill_has_two(is_static: bool) -
 
 def test_only_rebinding_graphs_are_captured_on_copies() -> None:
     bucket = (PREFILL, 1, 4, 2)
-    moving = make(bucket, RebindingCard(num_threads=1))
-    fixed = make(bucket, Card(num_threads=1))
+    moving = make(bucket, RebindingMemory(num_threads=1))
+    fixed = make(bucket, CardMemory(num_threads=1))
 
     copies = [inputs.capture_inputs()[0].data_ptr() for inputs in (moving, fixed)]
 

@@ -126,7 +126,7 @@ def test_a_sampler_that_cannot_be_captured_runs_without_a_graph(
 ) -> None:
     tries = []
 
-    capture = GaudiBackend.capture
+    capture = GaudiBackend.capture_function
 
     def refuse(
         backend: GaudiBackend, function: Any, inputs: Any, *, frees_intermediates: bool = False
@@ -139,7 +139,7 @@ def test_a_sampler_that_cannot_be_captured_runs_without_a_graph(
     pair = (SETTINGS["top_p"], SETTINGS["greedy"])
     with working(folder, "cpu") as rig:
         expected = said(rig, pair, 5)
-    monkeypatch.setattr(GaudiBackend, "capture", refuse)
+    monkeypatch.setattr(GaudiBackend, "capture_function", refuse)
 
     with working(folder, "hpu-emulator") as rig:
         num_tries = len(tries)

@@ -6,6 +6,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from card_memory import CardMemory
 from random_sampling import random_history, random_mask, random_sampling
 from torch import Tensor
 
@@ -153,9 +154,7 @@ def test_a_preempted_request_samples_as_without_preemption() -> None:
 
 
 def test_host_tensors_of_uploads_are_kept_until_their_launch() -> None:
-    backend = CpuBackend(1)
-    backend.shares_host_memory = False
-    sampler = Sampler(2, 8, backend, static_shapes=True)
+    sampler = Sampler(2, 8, CardMemory(1), static_shapes=True)
     greedy, drawn = RequestSampling(temperature=0.0), RequestSampling(logit_bias=((1, 1.0),))
 
     sampler.add_request(0, greedy, PROMPT, 1)
