@@ -27,19 +27,18 @@ class DataParallelConfig:
     )
     data_parallel_address: str | None = setting(
         None,
-        "Address of the API servers' host, where engines of other hosts connect; none: all "
-        "engines are on this host",
+        "Address of the API servers' host, for engines on other hosts",
     )
     data_parallel_rpc_port: int = setting(
         29550,
-        "First port on --data-parallel-address; each API server uses a port for each engine "
-        "of another host",
+        "First port on --data-parallel-address; each API server uses a port for each "
+        "engine on another host",
         minimum=1,
         maximum=65535,
     )
     data_parallel_rank: int | None = setting(
         None,
-        "Index of the first engine of this host; above 0, the host has no API server",
+        "Index of this host's first engine; above 0, the host has no API server",
         aliases=("data-parallel-start-rank",),
         minimum=0,
     )
