@@ -236,17 +236,17 @@ def test_limits_of_images_equal_the_code(row: str) -> None:
 @pytest.mark.parametrize(
     "row",
     [
-        f"| messages or items | {bounds.MAX_MESSAGES:,} |",
-        f"| parts of a message, `documents` of a chat | {bounds.MAX_PARTS:,} |",
-        f"| parts of a message, `documents` of a chat | {bounds.MAX_DOCUMENTS:,} |",
-        f"| prompts of a completion | {MAX_PROMPTS:,} |",
-        f"| texts to embed, score, classify or rerank | {MAX_INPUTS:,} |",
-        f"| `stop` strings | {DEFAULTS.max_stop_strings} (`--max-stop-strings`), each of "
-        f"{MAX_STOP_CHARACTERS:,} characters |",
-        f"| tools | {bounds.MAX_TOOLS:,} |",
-        f"| a text | {json_decoder.MAX_TEXT_BYTES // MIB} MiB of memory;",
-        f"| a text that is only counted or converted | {prompts.COUNTED_CONTEXTS} contexts or "
-        f"{prompts.MIN_COUNTED_TOKENS:,} tokens, whichever is more |",
+        f"* messages or items: {bounds.MAX_MESSAGES:,} *",
+        f"* parts of a message, `documents` of a chat: {bounds.MAX_PARTS:,} *",
+        f"* parts of a message, `documents` of a chat: {bounds.MAX_DOCUMENTS:,} *",
+        f"* prompts of a completion: {MAX_PROMPTS:,} *",
+        f"* texts to embed, score, classify or rerank: {MAX_INPUTS:,} *",
+        f"* `stop` strings: {DEFAULTS.max_stop_strings} (`--max-stop-strings`), each of "
+        f"{MAX_STOP_CHARACTERS:,} characters *",
+        f"* tools: {bounds.MAX_TOOLS:,} *",
+        f"* a text: {json_decoder.MAX_TEXT_BYTES // MIB} MiB of memory;",
+        f"* a text that is only counted or converted: {prompts.COUNTED_CONTEXTS} contexts or "
+        f"{prompts.MIN_COUNTED_TOKENS:,} tokens, whichever is more",
         f"It reads {long_texts.INITIAL_CHARACTERS} characters for each remaining token and for "
         f"{long_texts.MARGIN_TOKENS} more, up to {long_texts.MAX_CHARACTERS:,} if needed.",
         f"no blank lies within {long_texts.WORD_CHARACTERS:,} characters of the cut",
