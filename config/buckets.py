@@ -93,7 +93,7 @@ class BucketConfig:
     )
     images: str = setting(
         "auto",
-        "Buckets of the vision tower: tiles or patches per launch, separated by commas",
+        "Buckets of the vision tower: tiles or patches per launch, with commas",
         name="multimodal-buckets",
         variables=("VLLM_MULTIMODAL_BUCKETS",),
     )

@@ -49,7 +49,7 @@ class CacheConfig:
     )
     num_blocks: int | None = setting(
         None,
-        "Number of KV-cache blocks; auto: as many as fit",
+        "KV-cache blocks; auto: as many as fit",
         name="num-gpu-blocks-override",
         aliases=("num-blocks",),
         minimum=2,
@@ -62,13 +62,13 @@ class CacheConfig:
     kv_cache_memory_bytes: int | None = setting(
         None,
         "Bytes of the KV cache; auto: measured; on CPU at most a tenth of the free "
-        "memory, or a quarter if one full context needs it",
+        "memory, or a quarter for one full context",
         minimum=1,
     )
     cross_attention_images: int = setting(
         1,
-        "Maximum images of a request with cross attention (Llama 3.2 Vision); memory is "
-        "reserved for up to 16 requests",
+        "Maximum images of a request with cross attention (Llama 3.2 Vision), in memory "
+        "for up to 16 requests",
         minimum=1,
         maximum=64,
     )
@@ -114,8 +114,8 @@ class SchedulerConfig:
     )
     enable_chunked_prefill: bool = setting(
         True,
-        "Split prompts into chunks of several steps; off: steps compute whole prompts, "
-        "and --max-num-batched-tokens must be at least --max-model-len",
+        "Split prompts into chunks; off: steps compute whole prompts, and "
+        "--max-num-batched-tokens must be at least --max-model-len",
     )
     max_prefill_batch: int | None = setting(
         None,
@@ -138,13 +138,11 @@ class SchedulerConfig:
     )
     fair_share: bool = setting(
         False,
-        "Among requests of the same priority, serve the API key with the fewest served "
-        "tokens first",
+        "Among requests of equal priority, serve the API key with the fewest served tokens first",
     )
     max_ttft_s: float = setting(
         0.0,
-        "Answer with 503 if the estimated time to first token exceeds this many "
-        "seconds; 0: no limit",
+        "Answer with 503 if the estimated seconds to the first token exceed this; 0: no limit",
         name="max-ttft",
         minimum=0,
     )
@@ -158,8 +156,8 @@ class SchedulerConfig:
     )
     num_scheduler_steps: int = setting(
         1,
-        "Decode iterations per step, whose tokens arrive together; steps with prompts, "
-        "grammars, drafts or pipeline stages have one iteration",
+        "Decode iterations per step, whose tokens arrive together; 1 in steps with "
+        "prompts, grammars, drafts or pipeline stages",
         aliases=("num-scheduler-seqs",),
         minimum=1,
         maximum=64,
@@ -240,7 +238,7 @@ class EngineConfig:
     )
     max_model_len: int | None = setting(
         None,
-        "Maximum tokens of prompt and output; auto: the checkpoint's, on hpu-emulator at most 512",
+        "Maximum tokens of prompt and output; auto: the checkpoint's, at most 512 on hpu-emulator",
         minimum=1,
     )
     allow_long_max_model_len: bool = setting(
@@ -251,8 +249,7 @@ class EngineConfig:
     logprobs_mode: str = setting(
         "raw_logprobs",
         "Log-probabilities or logits, before (raw) or after (processed) masks, "
-        "penalties, temperature and filters; prompt tokens: always raw "
-        "log-probabilities",
+        "penalties, temperature and filters; of prompt tokens always raw_logprobs",
         choices=LOGPROBS_MODES,
     )
     handle_topk_duplicates: bool = setting(
@@ -262,8 +259,8 @@ class EngineConfig:
     )
     model_impl: str = setting(
         AUTO,
-        "Model code of gaudiserve (native) or of transformers; auto: native if it has "
-        "the architecture",
+        "Code of the model: gaudiserve's (native) or transformers; auto: native if it "
+        "has the architecture",
         choices=MODEL_IMPLS,
         spellings={"vllm": NATIVE},
     )
@@ -290,8 +287,7 @@ class EngineConfig:
     )
     pooler_config: str = setting(
         "",
-        'Pooling options as JSON: {"pooling_type": "MEAN", "normalize": true}; default: '
-        "the model's",
+        'Pooling options as JSON: {"pooling_type": "MEAN", "normalize": true}',
         metavar="JSON",
         aliases=("override-pooler-config",),
     )
@@ -310,9 +306,9 @@ class EngineConfig:
     )
     executor: str = setting(
         "auto",
-        "Where workers run: in the engine process (uni), in a process per device (mp), "
-        "in Ray actors (ray), or under torchrun (external_launcher); auto: uni for one "
-        "worker on CPU, else mp",
+        "Where workers run: the engine process (uni), a process per device (mp), Ray "
+        "actors (ray), or under torchrun (external_launcher); auto: uni for one worker "
+        "on CPU, else mp",
         group="Parallelism",
         name="distributed-executor-backend",
         aliases=("executor",),
@@ -334,8 +330,8 @@ class EngineConfig:
     )
     cpu_int8_activations: bool = setting(
         True,
-        "Round activations to 8 bits for 4- and 8-bit weights, on a CPU with "
-        "AVX512-VNNI and no AMX; off: bfloat16, slower",
+        "Round activations to 8 bits for 4- and 8-bit weights, with AVX512-VNNI and no "
+        "AMX; off: bfloat16, slower",
         group="Device",
         variables=("VLLM_CPU_INT4_W4A8",),
     )

@@ -46,7 +46,7 @@ class ExecutionConfig:
     mode: str = setting(
         "auto",
         "Execution mode; auto: by PT_HPU_LAZY_MODE and --enforce-eager, else hpu-graphs "
-        "with the vendor's torch up to release 1.23, else torch-compile",
+        "(the vendor's torch up to release 1.23) or torch-compile",
         name="execution-mode",
         choices=("auto", HPU_GRAPHS, TORCH_COMPILE, EAGER, LAZY),
     )
@@ -79,13 +79,13 @@ class ExecutionConfig:
     flex_attention: bool = setting(
         False,
         "Use PyTorch's flex attention for prompts without cached context, windows and "
-        "soft caps; not in the lazy modes",
+        "soft caps; not in lazy modes",
         name="prompt-use-flex-attention",
         variables=("VLLM_PROMPT_USE_FLEX_ATTENTION",),
     )
     softmax: str = setting(
         "auto",
-        "Softmax of attention: fast, or in float32 (fp32); auto: fp32 for Qwen2 and float16",
+        "Softmax of attention; fp32: in float32; auto: fp32 for Qwen2 and float16, else fast",
         name="softmax-mode",
         choices=("auto", FAST_SOFTMAX, FP32_SOFTMAX),
         switches={"fp32-softmax": (FP32_SOFTMAX, FAST_SOFTMAX)},
@@ -95,11 +95,10 @@ class ExecutionConfig:
     )
     block_softmax: str = setting(
         "auto",
-        "Subtracted from scores in decodes before the exponential: the maximum of a "
-        "sequence (index_reduce, scatter_reduce), of all sequences (amax) or of a head "
-        "(head_amax), or means of block maxima (wsum, wsum_head_amax); amax and "
-        "head_amax lose sequences with far lower scores; auto: the vendor's kernel, "
-        "else index_reduce",
+        "Subtracted from scores in decodes: the maximum of a sequence (index_reduce, "
+        "scatter_reduce), of all sequences (amax) or of a head (head_amax), or means of "
+        "block maxima (wsum, wsum_head_amax); amax and head_amax lose sequences with "
+        "far lower scores; auto: the vendor's kernel, else index_reduce",
         variables=("VLLM_PA_SOFTMAX_IMPL",),
         choices=(
             *("auto", "index_reduce", "scatter_reduce"),
@@ -135,16 +134,15 @@ class ExecutionConfig:
     )
     defrag_threshold: int = setting(
         32,
-        "With contiguous-pa: unused blocks below the highest used block from which "
-        "blocks are moved down",
+        "With contiguous-pa: unused blocks below the highest used block before blocks "
+        "are moved down",
         variables=("VLLM_DEFRAG_THRESHOLD",),
         minimum=1,
     )
     host_copies: str = setting(
         "auto",
-        "How results leave the card: on a separate stream (side), on the launches' "
-        "stream (default), or after a wait for all work (blocking); auto: the first "
-        "that works",
+        "How results leave the card: on their own stream (side), on the launches' "
+        "stream (default), or after all work (blocking); auto: the first that works",
         choices=("auto", SIDE_COPIES, DEFAULT_COPIES, BLOCKING_COPIES),
     )
     split_qkv: bool = setting(
@@ -152,8 +150,8 @@ class ExecutionConfig:
     )
     force_channel_fp8: bool = setting(
         True,
-        "Convert FP8 block scales to output scales while loading; off: launches expand "
-        "the weights to bfloat16",
+        "Convert FP8 block scales to output scales while loading; off: expand weights "
+        "to bfloat16 in launches",
         variables=("VLLM_HPU_FORCE_CHANNEL_FP8",),
     )
     convert_to_fp8uz: bool = setting(
@@ -164,25 +162,22 @@ class ExecutionConfig:
     )
     disable_mark_scales_as_const: bool = setting(
         False,
-        "With --quantization inc, pass scales as inputs, not as constants that the "
-        "graph compiler folds",
+        "With --quantization inc, pass scales as inputs, not as constants",
         variables=("VLLM_DISABLE_MARK_SCALES_AS_CONST",),
     )
     quantized_kernels: bool = setting(
         True,
-        "Run FP8 and 4-bit weights on the vendor's operators; off: convert them to the "
-        "model's dtype while loading",
+        "Run FP8 and 4-bit weights on the vendor's operators; off: convert them while loading",
     )
     native_mxfp4: bool = setting(
         False,
-        "Keep MXFP4 experts with biases (gpt-oss) on the card, if the release has the "
-        "operator; off: bfloat16",
+        "Keep MXFP4 experts with biases (gpt-oss) on the card, if the release can",
         variables=("HPU_MXFP4_NATIVE",),
     )
     selftest: str = setting(
         "auto",
         "Turn off features that failed in `gaudiserve selftest`; without a result, run "
-        "its quick checks before the first start; auto: on a card",
+        "its quick checks at the first start; auto: on a card",
         choices=("auto", "on", "off"),
     )
     fused_experts: bool = setting(
@@ -203,7 +198,7 @@ class ExecutionConfig:
     )
     log_graph_compilation_all: bool = setting(
         False,
-        "Log the number of compilations of every step",
+        "Log the compilations of every step",
         group="Diagnostics",
         name="log-step-graph-compilation-all",
         variables=("VLLM_HPU_LOG_STEP_GRAPH_COMPILATION_ALL",),
@@ -371,8 +366,8 @@ class WarmupConfig:
     mode: str = setting(
         "full",
         "Buckets that run before the first request: all (full), all, but only compiled "
-        "and captured (compile), the most useful (background, the others between "
-        "requests), or none (skip)",
+        "and captured (compile), the most useful (background, others later), or none "
+        "(skip)",
         name="warmup",
         choices=("full", "compile", "background", "skip"),
         switches={"skip-warmup": ("skip", "full")},
@@ -403,7 +398,7 @@ class WarmupConfig:
     )
     graph_memory_fraction: float = setting(
         0.1,
-        "Fraction of the usable memory for captured graphs",
+        "Fraction of usable memory for captured graphs",
         name="graph-reserved-mem",
         variables=("VLLM_GRAPH_RESERVED_MEM",),
         minimum=0,
@@ -411,7 +406,7 @@ class WarmupConfig:
     )
     graph_prompt_ratio: float = setting(
         0.3,
-        "Fraction of the graph memory for prompts",
+        "Fraction of graph memory for prompts",
         variables=("VLLM_GRAPH_PROMPT_RATIO",),
         minimum=0,
         maximum=1,
@@ -461,13 +456,13 @@ class EmulatorSettings:
     )
     late_copy_s: float = setting(
         0.0005,
-        "Maximum seconds between the event of a copy to the host and its bytes",
+        "Maximum seconds between the event of a copy and its bytes on the host",
         name="emulator-late-copy",
         minimum=0,
     )
     is_strict: bool = setting(
         False,
-        "Stop the worker at misuse of the device, instead of counting it",
+        "Stop the worker at misuse of the device",
         name="emulator-strict",
     )
     faults: tuple[str, ...] = setting(

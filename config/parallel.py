@@ -26,8 +26,7 @@ class ParallelConfig:
     )
     mm_encoder_tp_mode: str = setting(
         "replicated",
-        "Whether each tensor-parallel device encodes all images (replicated) or a part "
-        "of the images (data)",
+        "Whether each tensor-parallel device encodes all images (replicated) or a part (data)",
         choices=("replicated", DATA, "weights"),
     )
     compare_ranks: bool = setting(

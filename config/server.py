@@ -57,7 +57,7 @@ class ServerConfig:
     )
     ssl_ca_certs: str = setting(
         "",
-        "Issuers of client certificates in PEM; clients must present a certificate",
+        "Issuers of client certificates in PEM, which clients then need",
         metavar="FILE",
         group="TLS",
     )
@@ -77,7 +77,7 @@ class ServerConfig:
     )
     cache_salt_per_key: bool = setting(
         False,
-        "Share cached prefixes only among requests with the same API key; needs --api-key",
+        "Share cached prefixes only within an API key; needs --api-key",
     )
     allowed_origins: tuple[str, ...] = setting(
         (), "Web origin whose pages may call the server (CORS); repeatable, or a JSON list"
@@ -102,7 +102,7 @@ class ServerConfig:
     forwarded_allow_ips: str = setting(
         "127.0.0.1",
         "Proxies whose X-Forwarded-For and X-Forwarded-Proto are trusted: addresses and "
-        "networks, separated by commas; *: all",
+        "networks, with commas; *: all",
         variables=("FORWARDED_ALLOW_IPS",),
     )
     max_queued_requests: int = setting(
@@ -117,7 +117,7 @@ class ServerConfig:
     )
     shutdown_timeout_s: float = setting(
         30.0,
-        "Seconds for running requests to finish after SIGTERM",
+        "Seconds for running requests after SIGTERM",
         name="shutdown-timeout",
         minimum=0,
     )
@@ -140,12 +140,12 @@ class ServerConfig:
     max_api_server_restarts: int = setting(
         5,
         "Maximum consecutive restarts of an API server that dies within a minute; needs "
-        "--resume, and all engines on this host",
+        "--resume, and all engines on one host",
         minimum=0,
     )
     engine_timeout_s: float = setting(
         600.0,
-        "Seconds after which an engine that has requests and sends nothing is killed; 0: no limit",
+        "Seconds until an engine with requests that sends nothing is killed; 0: no limit",
         name="engine-timeout",
         minimum=0,
     )
@@ -178,7 +178,7 @@ class ServerConfig:
     )
     enable_dev_endpoints: bool = setting(
         False,
-        "Serve the developer routes, such as /start_profile and /sleep; needs --api-key",
+        "Serve the developer routes, such as /sleep; needs --api-key",
         variables=("VLLM_SERVER_DEV_MODE",),
     )
     enable_docs: bool = setting(
@@ -200,8 +200,7 @@ class ServerConfig:
     )
     served_model_names: tuple[str, ...] = setting(
         (),
-        "Names of the model in the API, the first in answers; none: --model, and the "
-        "last part of a path",
+        "Names of the model, the first in answers; none: --model, and the last part of a path",
         metavar="NAME",
         group="Text",
         name="served-model-name",
@@ -216,7 +215,7 @@ class ServerConfig:
     )
     default_chat_template_kwargs: str = setting(
         "",
-        'Default variables of chat templates as JSON: {"enable_thinking": false}',
+        'Variables of chat templates as JSON: {"enable_thinking": false}',
         metavar="JSON",
         group="Text",
     )
@@ -237,21 +236,21 @@ class ServerConfig:
     )
     override_generation_config: str = setting(
         "",
-        'Default sampling parameters as JSON: {"temperature": 0.5}; max_new_tokens limits '
-        "every output, max_tokens outputs without a limit",
+        'Default sampling parameters as JSON: {"temperature": 0.5}; max_new_tokens '
+        "limits every output, max_tokens only outputs without a limit",
         metavar="JSON",
         group="Text",
     )
     max_logprobs: int = setting(
         MAX_LOGPROBS,
-        "Maximum log-probabilities per token that a request may ask for",
+        "Maximum log-probabilities per token",
         group="Text",
         minimum=0,
         maximum=MAX_LOGPROBS,
     )
     return_tokens_as_token_ids: bool = setting(
         False,
-        "Name tokens in log-probabilities as `token_id:5`; requests can override it",
+        "Name tokens `token_id:5` in log-probabilities, unless a request decides",
         group="Text",
     )
     enable_force_include_usage: bool = setting(
@@ -274,7 +273,7 @@ class ServerConfig:
     tool_template: str = setting(
         "auto",
         "How to serve tools if the chat template does not render them: as text in the "
-        "system message (auto); none: reject requests with tools",
+        "system message (auto), or with a 400 (none)",
         group="Text",
         choices=TOOL_TEMPLATES,
     )
@@ -303,19 +302,19 @@ class ServerConfig:
     allowed_media_domains: tuple[str, ...] = setting(
         (),
         "Host of images and videos over HTTPS; repeatable, or a JSON list; *: any "
-        "public host; none: data: URLs only",
+        "public host; none: only data: URLs",
         group="Images",
         takes_several=True,
     )
     allowed_local_media_path: str = setting(
         "",
-        "Folder for file: URLs of images and videos; none: they are refused",
+        "Folder for file: URLs of images and videos",
         metavar="DIR",
         group="Images",
     )
     image_fetch_timeout_s: float = setting(
         5.0,
-        "Seconds for fetching an image",
+        "Seconds to fetch an image",
         group="Images",
         name="image-fetch-timeout",
         variables=("VLLM_IMAGE_FETCH_TIMEOUT",),
@@ -323,7 +322,7 @@ class ServerConfig:
     )
     video_fetch_timeout_s: float = setting(
         30.0,
-        "Seconds for fetching a video",
+        "Seconds to fetch a video",
         group="Images",
         name="video-fetch-timeout",
         variables=("VLLM_VIDEO_FETCH_TIMEOUT",),
@@ -365,7 +364,7 @@ class ServerConfig:
     )
     otlp_traces_endpoint: str | None = setting(
         None,
-        "OpenTelemetry collector for traces of requests: http://host:4317 (gRPC) or "
+        "OpenTelemetry collector of traces: http://host:4317 (gRPC) or "
         "http://host:4318/v1/traces; needs the extra otel",
         metavar="URL",
         group="Logs",
@@ -384,7 +383,7 @@ class ServerConfig:
     )
     disable_access_log_for_endpoints: tuple[str, ...] = setting(
         (),
-        "Paths that are not logged, separated by commas: /health,/metrics",
+        "Paths that are not logged, with commas: /health,/metrics",
         group="Logs",
     )
 

@@ -54,8 +54,9 @@ def _setting(flag: Flag) -> tuple[str, str]:
     setting = flag.setting
     names = [f"--{name}" for name in (flag.key, *setting.aliases)]
     names[1:1] = short_forms([f"--{name}" for name in flag.names])
-    values = f"`{flag.shown_default}`" if flag.shown_default else ""
     others = [value for value in setting.choices if value != flag.shown_default]
+    is_off = flag.shown_default in ("", "none", "off") and not others
+    values = "" if is_off else f"`{flag.shown_default}`"
     if others and flag.key not in _PARSERS:
         values += f"; {listed(others)}"
     text = setting.help

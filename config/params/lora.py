@@ -52,8 +52,7 @@ class LoRAConfig:
     )
     max_cpu_loras: int | None = setting(
         None,
-        "Maximum adapters in host memory; auto: --max-loras, or the number of "
-        "configured adapters if larger",
+        "Maximum adapters in host memory; auto: --max-loras, or the configured adapters if more",
         minimum=1,
     )
     max_lora_rank: int = setting(
@@ -61,14 +60,13 @@ class LoRAConfig:
     )
     fully_sharded_loras: bool = setting(
         False,
-        "Divide both matrices of adapters among tensor-parallel ranks: less memory, "
-        "another collective per layer",
+        "Divide both matrices of adapters among tensor-parallel ranks: less memory, a "
+        "collective more per layer",
     )
     lora_extra_targets: tuple[str, ...] = setting(
         (AUTO,),
-        "What adapters may change besides linear layers: some of embedding, head and "
-        "experts, or none; each costs memory and time; auto: what the configured "
-        "adapters change",
+        "What adapters may change besides linear layers: embedding, head, experts, or "
+        "none; each costs memory and time; auto: as the configured adapters",
     )
 
     def __post_init__(self) -> None:

@@ -32,7 +32,7 @@ class OffloadConfig:
     )
     kv_offloading_dir_size: float = setting(
         32.0,
-        "Maximum GiB per engine in --kv-offloading-dir; the least recently used files are deleted",
+        "Maximum GiB per engine in --kv-offloading-dir; least recently used files are deleted",
         minimum=1e-6,
     )
     kv_offloading_delete_files: bool = setting(
