@@ -52,7 +52,7 @@ class BucketConfig:
 
     strategy: str = setting(
         "auto",
-        "How the padded shapes are chosen",
+        "How padded shapes are chosen",
         name="bucketing-strategy",
         variables=("VLLM_BUCKETING_STRATEGY",),
         choices=(
@@ -71,7 +71,7 @@ class BucketConfig:
     )
     file: str | None = setting(
         None,
-        "File with the shapes; selects the strategy 'file'",
+        "File with the shapes; selects strategy 'file'",
         metavar="FILE",
         name="bucketing-file",
         aliases=("bucketing-from-file",),
@@ -79,21 +79,21 @@ class BucketConfig:
     )
     traffic: str | None = setting(
         None,
-        "Lengths of real requests (JSONL, a /metrics page or a request log); selects the "
+        "Lengths of real requests (JSONL, a /metrics page or a request log); selects "
         "strategy 'fitted'; none: a mix of chats, code and summaries",
         metavar="FILE",
         name="bucketing-traffic",
     )
     num_graphs: int | None = setting(
         None,
-        "Maximum buckets of the strategy 'fitted'; auto: 13 for each doubling of the blocks "
-        "of a full context, at most as many as exponential-v3",
+        "Maximum buckets of strategy 'fitted'; auto: 13 for each doubling of a full "
+        "context's blocks, at most as many as exponential-v3",
         name="bucketing-graphs",
         minimum=2,
     )
     images: str = setting(
         "auto",
-        "Bucket sizes of the vision tower, in tiles or patches per launch, separated by commas",
+        "Buckets of the vision tower: tiles or patches per launch, with commas",
         name="multimodal-buckets",
         variables=("VLLM_MULTIMODAL_BUCKETS",),
     )

@@ -16,30 +16,28 @@ class DataParallelConfig:
 
     data_parallel_size: int = setting(
         1,
-        "Number of data-parallel engines, each with the whole model",
+        "Data-parallel engines, each with the whole model",
         minimum=1,
         maximum=MAX_ENGINES,
     )
     data_parallel_size_local: int | None = setting(
         None,
-        "Number of engines on this host; auto: all, or 1 with --data-parallel-rank",
+        "Engines on this host; auto: all, or 1 with --data-parallel-rank",
         minimum=1,
     )
     data_parallel_address: str | None = setting(
         None,
-        "Address of the API servers' host, where engines of other hosts connect; none: all "
-        "engines are on this host",
+        "Address of the API servers' host, for remote engines",
     )
     data_parallel_rpc_port: int = setting(
         29550,
-        "First port on --data-parallel-address; each API server uses a port for each engine "
-        "of another host",
+        "First port on --data-parallel-address; each API server uses a port per remote engine",
         minimum=1,
         maximum=65535,
     )
     data_parallel_rank: int | None = setting(
         None,
-        "Index of the first engine of this host; above 0, the host has no API server",
+        "Index of this host's first engine; above 0, the host has no API server",
         aliases=("data-parallel-start-rank",),
         minimum=0,
     )

@@ -44,12 +44,12 @@ class CacheConfig:
 
     block_size: int | None = setting(
         None,
-        "Tokens per KV-cache block; auto: the device's (128 on HPU, smaller on CPU)",
+        "Tokens per KV-cache block; auto: the device's (128 on HPU)",
         minimum=1,
     )
     num_blocks: int | None = setting(
         None,
-        "Number of KV-cache blocks; auto: as many as fit into memory",
+        "KV-cache blocks; auto: as many as fit",
         name="num-gpu-blocks-override",
         aliases=("num-blocks",),
         minimum=2,
@@ -61,15 +61,14 @@ class CacheConfig:
     )
     kv_cache_memory_bytes: int | None = setting(
         None,
-        "KV-cache size in bytes (4G is 4 GiB); auto: measured; on CPU 2048 tokens for each of "
-        "--max-num-seqs sequences, at most a tenth of the free memory, or a quarter if one full "
-        "context needs it",
+        "Bytes of the KV cache; auto: measured; on CPU at most a tenth of the free "
+        "memory, or a quarter for one full context",
         minimum=1,
     )
     cross_attention_images: int = setting(
         1,
-        "Maximum images of a request with cross attention (Llama 3.2 Vision); memory is "
-        "reserved for up to 16 requests",
+        "Maximum images of a request with cross attention (Llama 3.2 Vision), in memory "
+        "for up to 16 requests",
         minimum=1,
         maximum=64,
     )
@@ -77,14 +76,13 @@ class CacheConfig:
     kv_cache_dtype: str = setting(
         "auto",
         "Data type of the KV cache; auto: the model's; fp8, fp8_inc: e4m3 with the "
-        "checkpoint's scales; int8: a scale for each token and head, on CPU",
+        "checkpoint's scales; int8: on CPU",
         choices=KV_CACHE_DTYPES,
         spellings=SPELLINGS,
     )
     calculate_kv_scales: bool = setting(
         False,
-        "Calculate the scales of an FP8 KV cache at start from random tokens, instead of the "
-        "checkpoint's",
+        "Calculate the scales of an FP8 KV cache at start from random tokens",
     )
 
     def __post_init__(self) -> None:
@@ -106,55 +104,51 @@ class SchedulerConfig:
     """Settings of the scheduler: which requests run, and how many at once."""
 
     max_num_seqs: int = setting(
-        32, "Maximum number of sequences that run at once", minimum=1, maximum=MAX_NUM_SEQS
+        32, "Maximum sequences that run at once", minimum=1, maximum=MAX_NUM_SEQS
     )
     max_num_batched_tokens: int | None = setting(
         None,
-        f"Maximum number of tokens in a step; auto: the largest of {DEFAULT_TOKEN_BUDGET}, "
-        "--max-num-seqs and, where steps compute whole prompts, --max-model-len",
+        f"Maximum tokens in a step; auto: the largest of {DEFAULT_TOKEN_BUDGET}, --max-num-seqs "
+        "and, where steps compute whole prompts, --max-model-len",
         minimum=1,
     )
     enable_chunked_prefill: bool = setting(
         True,
-        "Split prompts into chunks that different steps compute; off: a step computes whole "
-        "prompts in addition to its decodes, and --max-num-batched-tokens must be at least "
-        "--max-model-len",
+        "Split prompts into chunks; off: steps compute whole prompts, and "
+        "--max-num-batched-tokens must be at least --max-model-len",
     )
     max_prefill_batch: int | None = setting(
         None,
-        "Maximum prompts in a prefill launch; auto: --prompt-bs-bucket-max if set, else 1 (4 with "
-        "--use-merged-prefill, 16 for a pooling model); on CPU --max-num-seqs",
+        "Maximum prompts in a prefill launch; auto: --prompt-bs-bucket-max, else 1 (4 "
+        "with --use-merged-prefill, 16 for a pooling model), on CPU --max-num-seqs",
         aliases=("max-num-prefill-seqs",),
         minimum=1,
     )
     merged_prefill: bool = setting(
         False,
-        "Put the prompts of a launch into one row: less padding, but attention computes all "
-        "pairs of tokens; on HPU only",
+        "Put the prompts of a launch into one row, on HPU: less padding, more attention",
         name="use-merged-prefill",
         variables=("VLLM_MERGED_PREFILL",),
     )
     policy: str = setting(
         "fcfs",
-        "Order of waiting requests: first come first served, or by the request's priority",
+        "Order of waiting requests: first come first served, or by priority",
         name="scheduling-policy",
         choices=("fcfs", "priority"),
     )
     fair_share: bool = setting(
         False,
-        "Share the engine among API keys: of the waiting requests with the same priority, the next "
-        "request is from the key that was served the fewest tokens, without credit for idle time",
+        "Among requests of equal priority, serve the API key with the fewest served tokens first",
     )
     max_ttft_s: float = setting(
         0.0,
-        "Answer with 503 if the estimated time to first token exceeds this many seconds; 0: "
-        "no limit",
+        "Answer with 503 if the estimated seconds to the first token exceed this; 0: no limit",
         name="max-ttft",
         minimum=0,
     )
     max_inflight_steps: int = setting(
         2,
-        "Maximum steps in flight, or the number of pipeline stages if it is larger; 1 turns off "
+        "Maximum steps in flight, or the number of pipeline stages if larger; 1: no "
         "asynchronous scheduling",
         name="overlap-depth",
         switches={"async-scheduling": (2, 1), "delayed-sampling": (2, 1)},
@@ -162,16 +156,15 @@ class SchedulerConfig:
     )
     num_scheduler_steps: int = setting(
         1,
-        "Decode iterations of a request per step: the tokens of a step are scheduled once and "
-        "arrive together. Steps with prompts, grammars, drafts or pipeline stages have one "
-        "iteration",
+        "Decode iterations per step, whose tokens arrive together; 1 in steps with "
+        "prompts, grammars, drafts or pipeline stages",
         aliases=("num-scheduler-seqs",),
         minimum=1,
         maximum=64,
     )
     max_queue_len: int = setting(
         100_000,
-        "Maximum number of waiting requests in an engine, from all API servers",
+        "Maximum waiting requests in an engine",
         name="max-waiting",
         minimum=1,
     )
@@ -222,7 +215,7 @@ class EngineConfig:
 
     model: str = field(
         metadata=metadata(
-            "Model folder, .gguf file or Hugging Face id (also the first positional argument)",
+            "Model folder, .gguf file or Hugging Face id; also the first argument",
             metavar="MODEL",
         )
     )
@@ -240,50 +233,47 @@ class EngineConfig:
     )
     hf_overrides: str = setting(
         "",
-        'Fields that replace fields of config.json, as JSON: {"max_position_embeddings": 8192}',
+        'Fields of config.json to replace, as JSON: {"max_position_embeddings": 8192}',
         metavar="JSON",
     )
     max_model_len: int | None = setting(
         None,
-        "Maximum tokens of prompt and output together; auto: the checkpoint's, on "
-        "hpu-emulator at most 512",
+        "Maximum tokens of prompt and output; auto: the checkpoint's, at most 512 on hpu-emulator",
         minimum=1,
     )
     allow_long_max_model_len: bool = setting(
         False,
-        "Allow a --max-model-len above the checkpoint's limit; answers may get worse",
+        "Allow --max-model-len above the checkpoint's limit; answers may get worse",
         variables=("VLLM_ALLOW_LONG_MAX_MODEL_LEN",),
     )
     logprobs_mode: str = setting(
         "raw_logprobs",
-        "Log-probabilities or logits of sampled tokens, before (raw) or after (processed) "
-        "masks, penalties, temperature and filters; prompt tokens always have raw "
-        "log-probabilities",
+        "Log-probabilities or logits, before (raw) or after (processed) masks, "
+        "penalties, temperature and filters; of prompt tokens always raw_logprobs",
         choices=LOGPROBS_MODES,
     )
     handle_topk_duplicates: bool = setting(
         True,
-        "Keep all tokens that tie with the k-th of top_k; off: keep exactly k tokens, which needs "
-        "another sort for each draw",
+        "Keep all tokens that tie with the k-th of top_k; off: exactly k tokens, by another sort",
         variables=("VLLM_HANDLE_TOPK_DUPLICATES",),
     )
     model_impl: str = setting(
         AUTO,
-        "native: gaudiserve's implementation of the model; transformers: the implementation of "
-        "transformers; auto: native if gaudiserve implements the architecture",
+        "Code of the model: gaudiserve's (native) or transformers; auto: native if it "
+        "has the architecture",
         choices=MODEL_IMPLS,
         spellings={"vllm": NATIVE},
     )
     load_format: str = setting(
         "auto",
-        "Source of the weights; auto, safetensors: safetensors files (a .gguf file is "
-        "converted); dummy: small random weights from config.json alone",
+        "Source of the weights; auto, safetensors: files, also .gguf; dummy: small "
+        "random weights from config.json alone",
         choices=("auto", "safetensors", DUMMY),
         spellings={"hf": "safetensors", "mistral": "auto"},
     )
     runner: str = setting(
         "auto",
-        "Output of the model: tokens (generate) or vectors (pooling); auto: chosen by the "
+        "Output of the model: tokens (generate) or vectors (pooling); auto: by the "
         "checkpoint's config",
         aliases=("task",),
         choices=("auto", "generate", "pooling"),
@@ -291,18 +281,17 @@ class EngineConfig:
     )
     convert: str = setting(
         "auto",
-        "Use a language model as an embedding model: always (embed), never (none), or if --runner "
-        "or the checkpoint selects pooling (auto)",
+        "Use a language model for embeddings: always (embed), never (none), or if "
+        "--runner or the checkpoint selects pooling (auto)",
         choices=("auto", "none", "embed"),
     )
     pooler_config: str = setting(
         "",
-        'Pooling options as JSON: {"pooling_type": "MEAN", "normalize": true}; without them, the '
-        "model's options",
+        'Pooling options as JSON: {"pooling_type": "MEAN", "normalize": true}',
         metavar="JSON",
         aliases=("override-pooler-config",),
     )
-    seed: int = setting(0, "Random seed for requests that set none")
+    seed: int = setting(0, "Random seed of requests without a seed")
     cache_dir: str | None = setting(
         None,
         "Folder for converted checkpoints and compiled code; none: ~/.cache/gaudiserve",
@@ -317,9 +306,9 @@ class EngineConfig:
     )
     executor: str = setting(
         "auto",
-        "Where workers run: in the engine process (uni), in a process for each device (mp), in Ray "
-        "actors (ray), or in a script that torchrun starts for each device (external_launcher); "
-        "auto: uni for one worker on CPU, else mp",
+        "Where workers run: the engine process (uni), a process per device (mp), Ray "
+        "actors (ray), or under torchrun (external_launcher); auto: uni for one worker "
+        "on CPU, else mp",
         group="Parallelism",
         name="distributed-executor-backend",
         aliases=("executor",),
@@ -328,31 +317,29 @@ class EngineConfig:
     )
     num_threads: int | None = setting(
         None,
-        "Compute threads of a worker on CPU; auto: the available cores, divided among the workers",
+        "Compute threads of a worker on CPU; auto: the available cores, divided among workers",
         group="Device",
         variables=("OMP_NUM_THREADS",),
         minimum=1,
     )
     cpu_kernels: str = setting(
         "auto",
-        "bfloat16 kernels on CPU; auto: gaudiserve's with a C++ compiler and AVX2, else "
-        "PyTorch's; torch: PyTorch's",
+        "bfloat16 kernels on CPU; auto: gaudiserve's with a C++ compiler and AVX2, else PyTorch's",
         group="Device",
         choices=("auto", "torch"),
     )
     cpu_int8_activations: bool = setting(
         True,
-        "Round activations to 8 bits for weights in 4 and 8 bits, on a CPU with AVX512-VNNI "
-        "and no AMX; off: bfloat16, which is slower",
+        "Round activations to 8 bits for 4- and 8-bit weights, with AVX512-VNNI and no "
+        "AMX; off: bfloat16, slower",
         group="Device",
         variables=("VLLM_CPU_INT4_W4A8",),
     )
     quantization: str | None = setting(
         None,
-        f"Weight quantization; none: the checkpoint's ({', '.join(OF_CHECKPOINTS)}). "
-        f"{' and '.join(SCHEMES_AT_LOAD)} quantize plain weights while loading; on CPU also int8 "
-        "(a scale per output), int4 (groups of 32 inputs) and gguf (the blocks of the GGUF file). "
-        "inc, on Gaudi: FP8 by Intel Neural Compressor (--quant-config)",
+        "Weight quantization; none: the checkpoint's. Plain weights are quantized while loading by "
+        f"{' and '.join(SCHEMES_AT_LOAD)}, on CPU also by int8 (a scale per output), int4 (groups "
+        "of 32 inputs) and gguf, on Gaudi by inc (--quant-config)",
         group="Device",
         choices=(*OF_CHECKPOINTS, *KERNELS, *AT_LOAD, INC),
         spellings={
@@ -363,15 +350,14 @@ class EngineConfig:
     )
     quant_config: str | None = setting(
         None,
-        "JSON file of Intel Neural Compressor for --quantization inc, written by `gaudiserve "
-        "calibrate`",
+        "JSON file for --quantization inc, written by `gaudiserve calibrate`",
         metavar="FILE",
         group="Device",
         variables=(VARIABLE,),
     )
     enforce_eager: bool = setting(
         False,
-        "Do not capture graphs (also -O0); on a Gaudi: execution mode lazy instead of hpu-graphs, "
+        "Capture no graphs (also -O0); on a Gaudi: mode lazy instead of hpu-graphs, "
         "eager instead of torch-compile",
         group="Device",
     )

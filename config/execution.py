@@ -45,14 +45,14 @@ class ExecutionConfig:
 
     mode: str = setting(
         "auto",
-        "Execution mode; auto: by PT_HPU_LAZY_MODE and --enforce-eager; without them hpu-graphs "
-        "with the vendor's torch up to release 1.23, else torch-compile",
+        "Execution mode; auto: by PT_HPU_LAZY_MODE and --enforce-eager, else hpu-graphs "
+        "(the vendor's torch up to release 1.23) or torch-compile",
         name="execution-mode",
         choices=("auto", HPU_GRAPHS, TORCH_COMPILE, EAGER, LAZY),
     )
     regional_compilation: bool = setting(
         True,
-        "torch-compile: compile layer by layer, not the whole model",
+        "torch-compile: compile layer by layer",
         variables=("VLLM_T_COMPILE_REGIONAL_COMPILATION",),
     )
     compile_fullgraph: bool = setting(
@@ -60,7 +60,7 @@ class ExecutionConfig:
     )
     compile_dynamic_shapes: bool = setting(
         False,
-        "torch-compile: compile for symbolic shapes",
+        "torch-compile: symbolic shapes",
         variables=("VLLM_T_COMPILE_DYNAMIC_SHAPES",),
     )
     layers_per_recipe: int = setting(
@@ -78,15 +78,14 @@ class ExecutionConfig:
     )
     flex_attention: bool = setting(
         False,
-        "Use PyTorch's flex attention instead of the fused attention for prompts without cached "
-        "context, windows and soft caps; not in the lazy modes",
+        "Use PyTorch's flex attention for prompts without cached context, windows and "
+        "soft caps; not in lazy modes",
         name="prompt-use-flex-attention",
         variables=("VLLM_PROMPT_USE_FLEX_ATTENTION",),
     )
     softmax: str = setting(
         "auto",
-        "Softmax of attention: fast, or in float32 with float32 scores (fp32); auto: fp32 for "
-        "Qwen2 and for float16",
+        "Softmax of attention; fp32: in float32; auto: fp32 for Qwen2 and float16, else fast",
         name="softmax-mode",
         choices=("auto", FAST_SOFTMAX, FP32_SOFTMAX),
         switches={"fp32-softmax": (FP32_SOFTMAX, FAST_SOFTMAX)},
@@ -96,10 +95,10 @@ class ExecutionConfig:
     )
     block_softmax: str = setting(
         "auto",
-        "What decodes subtract from the scores of a sequence before the exponential: its maximum "
-        "(index_reduce, scatter_reduce); the maximum of all sequences (amax) or of a head "
-        "(head_amax), which lose sequences with scores far below; or means of block maxima (wsum, "
-        "wsum_head_amax). auto: the vendor's kernel (--fused-block-softmax), else index_reduce",
+        "Subtracted from scores in decodes: the maximum of a sequence (index_reduce, "
+        "scatter_reduce), of all sequences (amax) or of a head (head_amax), or means of "
+        "block maxima (wsum, wsum_head_amax); amax and head_amax lose sequences with "
+        "far lower scores; auto: the vendor's kernel, else index_reduce",
         variables=("VLLM_PA_SOFTMAX_IMPL",),
         choices=(
             *("auto", "index_reduce", "scatter_reduce"),
@@ -109,95 +108,87 @@ class ExecutionConfig:
     )
     sdpa_slicing: bool = setting(
         True,
-        "Run the fused attention of prompts over a long cached context in slices, without "
-        "one large mask",
+        "Run fused attention over a long cached context in slices",
         name="fsdpa-slicing",
         variables=("VLLM_HPU_FSDPA_SLICE_ENABLED",),
     )
     sdpa_slice_threshold: int = setting(
         8192,
-        "Minimum number of cached and new tokens for prompt attention in slices",
+        "Minimum cached and new tokens for slices",
         name="fsdpa-slice-threshold",
         variables=("VLLM_HPU_FSDPA_SLICE_SEQ_LEN_THLD",),
         minimum=SLICE_MULTIPLE,
     )
     sdpa_slice_size: int | None = setting(
         None,
-        "Tokens of a slice, rounded up to a multiple of 1024; auto: half of the threshold",
+        "Tokens of a slice, rounded up to a multiple of 1024; auto: half the threshold",
         name="fsdpa-slice-size",
         variables=("VLLM_HPU_FSDPA_SLICE_CHUNK_SIZE",),
         minimum=1,
     )
     contiguous_pa: bool | None = setting(
         None,
-        "Read the KV cache in decodes as a single slice instead of gathering blocks; auto: where "
-        "this is faster and prefix caching is off",
+        "Read the KV cache in decodes as one slice instead of gathering blocks; auto: "
+        "where faster, without prefix caching",
         variables=("VLLM_CONTIGUOUS_PA",),
     )
     defrag_threshold: int = setting(
         32,
-        "With contiguous-pa: number of unused blocks below the highest used block at which blocks "
+        "With contiguous-pa: unused blocks below the highest used block before blocks "
         "are moved down",
         variables=("VLLM_DEFRAG_THRESHOLD",),
         minimum=1,
     )
     host_copies: str = setting(
         "auto",
-        "How results are copied from the card. side: on a separate stream; default: on the stream "
-        "of the launches; blocking: after a wait for all work; auto: the first of these that works "
-        "at warm-up",
+        "How results leave the card: on their own stream (side), on the launches' "
+        "stream (default), or after all work (blocking); auto: the first that works",
         choices=("auto", SIDE_COPIES, DEFAULT_COPIES, BLOCKING_COPIES),
     )
     split_qkv: bool = setting(
-        False, "Compute queries, keys and values in three matrix multiplications instead of one"
+        False, "Compute queries, keys and values in three matrix multiplications"
     )
     force_channel_fp8: bool = setting(
         True,
-        "Convert FP8 block scales to output scales while loading; off: each launch expands "
-        "the weights to bfloat16",
+        "Convert FP8 block scales to output scales while loading; off: expand weights "
+        "to bfloat16 in launches",
         variables=("VLLM_HPU_FORCE_CHANNEL_FP8",),
     )
     convert_to_fp8uz: bool = setting(
         True,
-        "On a Gaudi 2, halve FP8 weights of a checkpoint and double their scales while loading; "
-        "off: the checkpoint is already converted (`gaudiserve quantize MODEL --to fp8-gaudi2 -o "
-        "DIR`)",
+        "Gaudi 2: halve FP8 weights and double their scales while loading; off: for a "
+        "checkpoint that is converted",
         variables=("VLLM_SCALE_ADJUSTMENT", "VLLM_HPU_CONVERT_TO_FP8UZ"),
     )
     disable_mark_scales_as_const: bool = setting(
         False,
-        "With --quantization inc, pass scales to the recipes as inputs, which the graph compiler "
-        "does not fold, instead of constants",
+        "With --quantization inc, pass scales as inputs, not as constants",
         variables=("VLLM_DISABLE_MARK_SCALES_AS_CONST",),
     )
     quantized_kernels: bool = setting(
         True,
-        "Run FP8 and 4-bit weights of a checkpoint on the vendor's operators; off: convert them to "
-        "the model's dtype while loading, which takes more memory",
+        "Run FP8 and 4-bit weights on the vendor's operators; off: convert them while loading",
     )
     native_mxfp4: bool = setting(
         False,
-        "Keep experts in MXFP4 with biases (gpt-oss) on the card, if the release has the "
-        "operator; off: bfloat16",
+        "Keep MXFP4 experts with biases (gpt-oss) on the card, if the release can",
         variables=("HPU_MXFP4_NATIVE",),
     )
     selftest: str = setting(
         "auto",
-        "Turn off features that failed in `gaudiserve selftest`; without a result, run its quick "
-        "checks before the first start. auto: on a card, not on the emulator",
+        "Turn off features that failed in `gaudiserve selftest`; without a result, run "
+        "its quick checks at the first start; auto: on a card",
         choices=("auto", "on", "off"),
     )
     fused_experts: bool = setting(
-        True, "Use the vendor's operator for routed experts; off: plain operations on all experts"
+        True, "Use the vendor's operator for routed experts; off: plain operations"
     )
     fused_block_softmax: bool = setting(
         True,
-        "Use the vendor's kernel for block weights in decodes, if the card has this kernel",
+        "Use the vendor's kernel for block weights in decodes, if the card has it",
         variables=("VLLM_FUSED_BLOCK_SOFTMAX_ADJUSTMENT",),
     )
-    fused_norm_rope: bool = setting(
-        True, "Use the vendor's kernels for norms and rotary embedding; off: plain operations"
-    )
+    fused_norm_rope: bool = setting(True, "Use the vendor's kernels for norms and rotary embedding")
     log_graph_compilation: bool = setting(
         False,
         "Log each step that compiled, with its shapes",
@@ -207,29 +198,28 @@ class ExecutionConfig:
     )
     log_graph_compilation_all: bool = setting(
         False,
-        "Log the number of compilations of every step",
+        "Log the compilations of every step",
         group="Diagnostics",
         name="log-step-graph-compilation-all",
         variables=("VLLM_HPU_LOG_STEP_GRAPH_COMPILATION_ALL",),
     )
     log_cpu_fallbacks: bool = setting(
         False,
-        "Log each step with operations that ran on the host, and their names",
+        "Log each step with operations on the host, and their names",
         group="Diagnostics",
         name="log-step-cpu-fallbacks",
         variables=("VLLM_HPU_LOG_STEP_CPU_FALLBACKS",),
     )
     log_cpu_fallbacks_all: bool = setting(
         False,
-        "Log the number of operations that ran on the host for every step",
+        "Log the number of operations on the host in every step",
         group="Diagnostics",
         name="log-step-cpu-fallbacks-all",
         variables=("VLLM_HPU_LOG_STEP_CPU_FALLBACKS_ALL",),
     )
     profiler: str | None = setting(
         None,
-        "File for a Chrome trace of the steps (opens in Perfetto); auto: a file in the cache "
-        "folder",
+        "File for a Chrome trace of the steps; auto: in the cache folder",
         metavar="FILE",
         group="Diagnostics",
         name="profiler-trace",
@@ -239,21 +229,20 @@ class ExecutionConfig:
     )
     profiler_steps: str | None = setting(
         None,
-        "FIRST,LAST or LAST: steps to trace, counted from 0 when the trace begins",
+        "FIRST,LAST or LAST: steps to trace, counted from 0",
         group="Diagnostics",
         variables=("VLLM_PROFILE_STEPS",),
     )
     profile_prompt: str | None = setting(
         None,
-        "BATCH,TOKENS or BATCH,TOKENS,BLOCKS (cached context of each): profile a prefill of this "
-        "shape into a file, and exit",
+        "BATCH,TOKENS or BATCH,TOKENS,BLOCKS (cached context of each): profile a "
+        "prefill into a file, and exit",
         group="Diagnostics",
         variables=("VLLM_PROFILE_PROMPT",),
     )
     profile_decode: str | None = setting(
         None,
-        "BATCH,BLOCKS (of all sequences together): profile a decode of this shape into a file, "
-        "and exit",
+        "BATCH,BLOCKS (of all sequences): profile a decode into a file, and exit",
         group="Diagnostics",
         variables=("VLLM_PROFILE_DECODE",),
     )
@@ -376,9 +365,9 @@ class WarmupConfig:
 
     mode: str = setting(
         "full",
-        "full: run every bucket before the first request; compile: only compile and capture every "
-        "bucket before the first request; background: the most useful buckets before the first "
-        "request, the other buckets between requests; skip: no bucket",
+        "Buckets that run before the first request: all (full), all, but only compiled "
+        "and captured (compile), the most useful (background, others later), or none "
+        "(skip)",
         name="warmup",
         choices=("full", "compile", "background", "skip"),
         switches={"skip-warmup": ("skip", "full")},
@@ -386,32 +375,30 @@ class WarmupConfig:
     )
     compile_only: bool = setting(
         True,
-        "Compile all buckets without running them (PT_COMPILE_ONLY_MODE), then run each, "
-        "where the runtime can",
+        "Compile all buckets before they run (PT_COMPILE_ONLY_MODE), where the runtime can",
         name="compile-only-warmup",
     )
     traffic: str | None = setting(
         None,
-        "File with lengths of real requests, whose buckets are prepared first; none: "
-        "--bucketing-traffic, or a mix of chats, code and summaries",
+        "Lengths of real requests, whose buckets are prepared first; none: --bucketing-traffic",
         metavar="FILE",
         name="warmup-traffic",
     )
     full_guards_off: bool = setting(
         False,
-        "torch-compile: skip guard checks after warm-up; a new shape is then an error",
+        "torch-compile: skip guard checks after warm-up; a new shape is an error",
         name="full-warmup",
         variables=("VLLM_FULL_WARMUP",),
     )
     on_unwarmed_shape: str = setting(
         "run",
-        "What to do with a launch of a new shape: compile and run it (run), pad it to a prepared "
-        "shape (pad), or reject its requests (reject)",
+        "What to do with a new shape: compile it (run), pad it to a prepared shape "
+        "(pad), or reject its requests (reject)",
         choices=("run", "pad", "reject"),
     )
     graph_memory_fraction: float = setting(
         0.1,
-        "Fraction of the usable memory for captured graphs",
+        "Fraction of usable memory for captured graphs",
         name="graph-reserved-mem",
         variables=("VLLM_GRAPH_RESERVED_MEM",),
         minimum=0,
@@ -419,23 +406,23 @@ class WarmupConfig:
     )
     graph_prompt_ratio: float = setting(
         0.3,
-        "Fraction of the graph memory for prompts",
+        "Fraction of graph memory for prompts",
         variables=("VLLM_GRAPH_PROMPT_RATIO",),
         minimum=0,
         maximum=1,
     )
     prompt_order: str = setting(
         "traffic",
-        "Which prompt buckets are captured first: the most used (traffic), or the order of "
-        "vllm-gaudi (min_tokens, max_bs)",
+        "Buckets that are captured first: the most used (traffic), or in the order of vllm-gaudi "
+        "(min_tokens, max_bs)",
         name="graph-prompt-strategy",
         variables=("VLLM_GRAPH_PROMPT_STRATEGY",),
         choices=CAPTURE_ORDERS,
     )
     decode_order: str = setting(
         "traffic",
-        "Which decode buckets are captured first: the most used (traffic), or the order of "
-        "vllm-gaudi (min_tokens, max_bs)",
+        "Buckets that are captured first: the most used (traffic), or in the order of vllm-gaudi "
+        "(min_tokens, max_bs)",
         name="graph-decode-strategy",
         variables=("VLLM_GRAPH_DECODE_STRATEGY",),
         choices=CAPTURE_ORDERS,
@@ -460,7 +447,7 @@ class EmulatorSettings:
     )
     memory_bytes: int = setting(
         4 << 30,
-        "Memory of the emulated card, allocated on the host (4G is 4 GiB)",
+        "Memory of the emulated card, on the host",
         name="emulator-memory",
         minimum=1 << 20,
     )
@@ -469,18 +456,18 @@ class EmulatorSettings:
     )
     late_copy_s: float = setting(
         0.0005,
-        "Largest delay in seconds between the event of a copy to the host and its bytes",
+        "Maximum seconds between the event of a copy and its bytes on the host",
         name="emulator-late-copy",
         minimum=0,
     )
     is_strict: bool = setting(
         False,
-        "Stop the worker at misuse of the device, instead of counting the misuse",
+        "Stop the worker at misuse of the device",
         name="emulator-strict",
     )
     faults: tuple[str, ...] = setting(
         (),
-        "Checks of `gaudiserve selftest` that fail on the emulated card",
+        "Checks of `gaudiserve selftest` that fail",
         name="emulator-faults",
     )
 

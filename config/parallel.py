@@ -14,24 +14,19 @@ class ParallelConfig:
     """The devices that run a copy of the model. The rank of a device is stage * tensor parallel
     size + shard."""
 
-    tensor_parallel_size: int = setting(
-        1, "Number of devices among which each layer of the model is divided", minimum=1
-    )
+    tensor_parallel_size: int = setting(1, "Devices among which each layer is divided", minimum=1)
     pipeline_parallel_size: int = setting(
         1,
-        "Number of stages into which the layers of the model are divided, each with its own "
-        "devices",
+        "Stages into which the layers are divided, each on its own devices",
         minimum=1,
     )
     enable_expert_parallel: bool = setting(
         False,
-        "Distribute whole experts over the tensor-parallel devices; with "
-        "--data-parallel-size over the devices of all engines",
+        "Distribute whole experts over the tensor-parallel devices of all engines",
     )
     mm_encoder_tp_mode: str = setting(
         "replicated",
-        "How tensor-parallel devices encode images; data: each device encodes a part of the "
-        "images; replicated: each device encodes all images",
+        "Whether each tensor-parallel device encodes all images (replicated) or a part (data)",
         choices=("replicated", DATA, "weights"),
     )
     compare_ranks: bool = setting(

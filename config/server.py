@@ -30,25 +30,25 @@ AUTO_OR_NONE = ("auto", "none")
 class ServerConfig:
     """Settings of the supervisor and the API servers."""
 
-    host: str = setting("127.0.0.1", "Address to listen on; 0.0.0.0 for every interface")
+    host: str = setting("127.0.0.1", "Address to listen on; 0.0.0.0: every interface")
     port: int = setting(8000, "Port to listen on; 0: a free port", minimum=0, maximum=65535)
     uds: str | None = setting(
-        None, "Listen on this Unix socket instead of --host and --port", metavar="FILE"
+        None, "Unix socket to listen on, instead of --host and --port", metavar="FILE"
     )
     root_path: str = setting(
         "",
-        "Prefix of all paths that a proxy adds and does not remove, such as /gaudi",
+        "Path prefix that a proxy adds and does not remove, such as /gaudi",
         name="root-path",
     )
     ssl_certfile: str = setting(
         "",
-        "Certificate chain in PEM; with it, only HTTPS is served. Read again when the file changes",
+        "Certificate chain in PEM; only HTTPS is served",
         metavar="FILE",
         group="TLS",
     )
     ssl_keyfile: str = setting(
         "",
-        "Private key of --ssl-certfile in PEM. Read again when the file changes",
+        "Private key of --ssl-certfile in PEM",
         metavar="FILE",
         group="TLS",
     )
@@ -57,17 +57,14 @@ class ServerConfig:
     )
     ssl_ca_certs: str = setting(
         "",
-        "Certificates in PEM of the issuers of client certificates, which are then required. Read "
-        "again when the file changes",
+        "Issuers of client certificates in PEM, which clients then need",
         metavar="FILE",
         group="TLS",
     )
-    api_server_count: int = setting(
-        1, "Number of API-server processes that share the port", minimum=1
-    )
+    api_server_count: int = setting(1, "API-server processes that share the port", minimum=1)
     api_keys: tuple[str, ...] = setting(
         (),
-        "Key that clients must send; may be given several times",
+        "Key that clients must send; repeatable",
         name="api-key",
         aliases=("api-keys",),
         variables=("VLLM_API_KEY",),
@@ -75,110 +72,102 @@ class ServerConfig:
     )
     api_key_file: str = setting(
         "",
-        "File with more API keys, one per line; # begins a comment line. Read again when the file "
-        "changes",
+        "File of more API keys, one per line; # begins a comment",
         metavar="FILE",
     )
     cache_salt_per_key: bool = setting(
         False,
-        "Share cached prompt prefixes only among requests with the same API key; needs --api-key",
+        "Share cached prefixes only within an API key; needs --api-key",
     )
     allowed_origins: tuple[str, ...] = setting(
-        (), "Web origin whose pages may call the server (CORS); a JSON list, or given several times"
+        (), "Web origin whose pages may call the server (CORS); repeatable, or a JSON list"
     )
-    max_body_bytes: int = setting(64 * 2**20, "Maximum size of a request body in bytes", minimum=1)
+    max_body_bytes: int = setting(64 * 2**20, "Maximum bytes of a request body", minimum=1)
     h11_max_incomplete_event_size: int = setting(
         64 * 2**10,
-        "Maximum size of URL and headers in bytes; larger requests are answered with 414 or 431",
+        "Maximum bytes of URL and headers, then 414 or 431",
         minimum=1024,  # enough for the URL and headers of ordinary clients
     )
-    h11_max_header_count: int = setting(
-        100, "Maximum number of headers of a request; more are answered with 431", minimum=1
-    )
+    h11_max_header_count: int = setting(100, "Maximum headers of a request, then 431", minimum=1)
     request_header_timeout_s: float = setting(
         10.0,
-        "Time limit for the headers of a request, in seconds",
+        "Seconds for the headers of a request",
         name="request-header-timeout",
     )
     request_body_timeout_s: float = setting(
         30.0,
-        "Seconds without a byte of the body before the request is answered with 408; also the "
-        "maximum delay of a body compared with a body at 1 KiB per second",
+        "Seconds without a byte of the body, or behind a rate of 1 KiB per second, until 408",
         name="request-body-timeout",
     )
     forwarded_allow_ips: str = setting(
         "127.0.0.1",
         "Proxies whose X-Forwarded-For and X-Forwarded-Proto are trusted: addresses and "
-        "networks, separated by commas; *: all",
+        "networks, with commas; *: all",
         variables=("FORWARDED_ALLOW_IPS",),
     )
     max_queued_requests: int = setting(
         1024,
-        "Maximum number of waiting requests in each API server; more are answered with 503",
+        "Maximum waiting requests per API server, then 503",
         minimum=1,
     )
     max_queued_prompt_tokens: int = setting(
         4_000_000,
-        "Maximum number of waiting prompt tokens in each API server; more are answered with 503",
+        "Maximum waiting prompt tokens per API server, then 503",
         minimum=1,
     )
     shutdown_timeout_s: float = setting(
         30.0,
-        "Seconds for running requests to finish after SIGTERM",
+        "Seconds for running requests after SIGTERM",
         name="shutdown-timeout",
         minimum=0,
     )
     resume: bool = setting(
         True,
-        "Restart an engine that dies after its start, and continue its requests; off: the server "
-        "stops when its last engine dies",
+        "Restart an engine that dies, and continue its requests; off: the server stops "
+        "with its last engine",
     )
     max_engine_restarts: int = setting(
         5,
-        "Maximum consecutive restarts of an engine that dies within a minute of being ready; the "
-        "server stops when no engine is left",
+        "Maximum consecutive restarts of an engine that dies within a minute of being ready",
         minimum=0,
     )
     engine_restart_wait_s: float = setting(
         30.0,
-        "Maximum seconds before a restart of an engine: 0.5 before the second restart, doubled for "
-        "each further restart",
+        "Maximum seconds before a restart of an engine: 0.5 before the second, then doubled",
         name="engine-restart-wait",
         minimum=0,
     )
     max_api_server_restarts: int = setting(
         5,
-        "Maximum consecutive restarts of an API server that dies within a minute of being ready; "
-        "then the server stops; needs --resume, and all engines on this host",
+        "Maximum consecutive restarts of an API server that dies within a minute; needs "
+        "--resume, and all engines on one host",
         minimum=0,
     )
     engine_timeout_s: float = setting(
         600.0,
-        "Seconds after which an engine that has requests and sends nothing is killed, and "
-        "restarted with --resume; 0: no limit",
+        "Seconds until an engine with requests that sends nothing is killed; 0: no limit",
         name="engine-timeout",
         minimum=0,
     )
     stream_interval: int = setting(
         1,
-        "Minimum tokens of a streamed chunk, except the first and the last of a choice",
+        "Minimum tokens of a streamed chunk, except the first and the last",
         minimum=1,
     )
     keep_alive_s: float = setting(
         0.0,
-        "Seconds between SSE comments that keep a stream alive through proxies; 0: none",
+        "Seconds between SSE comments that keep streams alive; 0: none",
         name="keep-alive",
         minimum=0,
     )
     responses_store_max_count: int = setting(
         10_000,
-        "Maximum stored responses of /v1/responses in each API server; the oldest is "
-        "evicted; 0: none",
+        "Maximum stored responses per API server; the oldest is evicted; 0: none",
         minimum=0,
     )
     responses_store_max_bytes: int = setting(
         256 * 2**20,
-        "Maximum size of the stored responses in each API server, in bytes (1G is 1 GiB)",
+        "Maximum bytes of stored responses per API server",
         minimum=1,
     )
     responses_store_max_age_s: float = setting(
@@ -189,31 +178,29 @@ class ServerConfig:
     )
     enable_dev_endpoints: bool = setting(
         False,
-        "Serve the developer routes: /start_profile, /stop_profile, /server_info, "
-        "/reset_prefix_cache, /sleep, /wake_up; without --api-key they are not served",
+        "Serve the developer routes, such as /sleep; needs --api-key",
         variables=("VLLM_SERVER_DEV_MODE",),
     )
     enable_docs: bool = setting(
         True, "Serve /docs and /openapi.json", switches={"disable-fastapi-docs": (False, True)}
     )
-    enable_page: bool = setting(True, "Serve the web page at /, with a chat and server metrics")
+    enable_page: bool = setting(True, "Serve the web page at /, with a chat and metrics")
     allow_runtime_lora_updating: bool = setting(
         False,
-        "Serve /v1/load_lora_adapter and /v1/unload_lora_adapter; both need --api-key, --lora-dir "
-        "and --enable-lora",
+        "Serve /v1/load_lora_adapter and /v1/unload_lora_adapter; needs --api-key, "
+        "--lora-dir and --enable-lora",
         group="LoRA",
         variables=("VLLM_ALLOW_RUNTIME_LORA_UPDATING",),
     )
     lora_dir: str | None = setting(
         None,
-        "Folder that must contain all adapters that are loaded at run time",
+        "Folder of all adapters that are loaded at run time",
         metavar="DIR",
         group="LoRA",
     )
     served_model_names: tuple[str, ...] = setting(
         (),
-        "Names of the model in the API; answers have the first name; none: the value of --model, "
-        "and the last part of a path",
+        "Names of the model, the first in answers; none: --model, and the last part of a path",
         metavar="NAME",
         group="Text",
         name="served-model-name",
@@ -222,13 +209,13 @@ class ServerConfig:
     )
     chat_template: str | None = setting(
         None,
-        "Chat template: a file or the template itself; none: the model's own",
+        "Chat template, as a file or as text; none: the model's own",
         metavar="FILE",
         group="Text",
     )
     default_chat_template_kwargs: str = setting(
         "",
-        'Default variables for the chat template as JSON: {"enable_thinking": false}',
+        'Variables of chat templates as JSON: {"enable_thinking": false}',
         metavar="JSON",
         group="Text",
     )
@@ -237,66 +224,65 @@ class ServerConfig:
     )
     special_tokens_as_text: bool = setting(
         False,
-        "Tokenize the text of special tokens in chat messages as plain text",
+        "Tokenize special tokens in chat messages as plain text",
         group="Text",
     )
     generation_config: str = setting(
         "auto",
-        "Default sampling parameters; auto: the model's generation_config; vllm: neutral values",
+        "Default sampling parameters: the model's generation_config (auto), or neutral "
+        "values (vllm)",
         group="Text",
         choices=("auto", "vllm"),
     )
     override_generation_config: str = setting(
         "",
-        'Default sampling parameters as JSON: {"temperature": 0.5}; max_new_tokens limits '
-        "every output, max_tokens outputs without a limit",
+        'Default sampling parameters as JSON: {"temperature": 0.5}; max_new_tokens '
+        "limits every output, max_tokens only outputs without a limit",
         metavar="JSON",
         group="Text",
     )
     max_logprobs: int = setting(
         MAX_LOGPROBS,
-        "Maximum number of log-probabilities of a token that a request may ask for",
+        "Maximum log-probabilities per token",
         group="Text",
         minimum=0,
         maximum=MAX_LOGPROBS,
     )
     return_tokens_as_token_ids: bool = setting(
         False,
-        "Name tokens in log-probabilities as `token_id:5`; requests can override it",
+        "Name tokens `token_id:5` in log-probabilities, unless a request decides",
         group="Text",
     )
     enable_force_include_usage: bool = setting(
-        False, "End every stream with a chunk that contains the usage", group="Text"
+        False, "End every stream with a chunk of the usage", group="Text"
     )
     max_stop_strings: int = setting(
         4,
-        "Maximum number of stop strings of a request",
+        "Maximum stop strings of a request",
         group="Text",
         variables=("VLLM_MAX_STOP_STRINGS",),
         minimum=1,
     )
     tool_call_parser: str = setting(
         "auto",
-        "Parser of the model's tool calls; auto: chosen by the chat template; none: calls stay "
-        "text",
+        "Parser of tool calls; auto: by the chat template; none: calls stay text",
         group="Text",
         choices=AUTO_OR_NONE,
         has_kinds=True,
     )
     tool_template: str = setting(
         "auto",
-        "How to serve tools if the chat template does not render them; auto: add them to the "
-        "system message as text; none: reject requests with tools",
+        "How to serve tools if the chat template does not render them: as text in the "
+        "system message (auto), or with a 400 (none)",
         group="Text",
         choices=TOOL_TEMPLATES,
     )
     enable_auto_tool_choice: bool = setting(
-        True, "Let the model decide whether to call tools (tool_choice auto)", group="Text"
+        True, "Let the model decide whether to call tools", group="Text"
     )
     reasoning_parser: str = setting(
         "auto",
-        "Parser of the model's reasoning; auto: chosen by the chat template; none: reasoning stays "
-        "text",
+        "Parser of reasoning; auto: by the chat template; none: reasoning stays text",
         group="Text",
         choices=AUTO_OR_NONE,
         has_kinds=True,
@@ -309,27 +295,26 @@ class ServerConfig:
     )
     limit_mm_per_prompt: str = setting(
         "",
-        'Maximum images and videos of a prompt as JSON: {"image": 4, "video": 1}, or '
-        "image=4,video=1; 0: none",
+        'Maximum images and videos of a prompt: {"image": 4, "video": 1}, or image=4,video=1',
         metavar="JSON",
         group="Images",
     )
     allowed_media_domains: tuple[str, ...] = setting(
         (),
-        "Host from which images and videos are fetched over HTTPS; a JSON list, or given several "
-        "times; *: any public host; none: data: URLs only",
+        "Host of images and videos over HTTPS; repeatable, or a JSON list; *: any "
+        "public host; none: only data: URLs",
         group="Images",
         takes_several=True,
     )
     allowed_local_media_path: str = setting(
         "",
-        "Folder for file: URLs of images and videos; none: file: URLs are refused",
+        "Folder for file: URLs of images and videos",
         metavar="DIR",
         group="Images",
     )
     image_fetch_timeout_s: float = setting(
         5.0,
-        "Time limit for fetching an image, in seconds",
+        "Seconds to fetch an image",
         group="Images",
         name="image-fetch-timeout",
         variables=("VLLM_IMAGE_FETCH_TIMEOUT",),
@@ -337,7 +322,7 @@ class ServerConfig:
     )
     video_fetch_timeout_s: float = setting(
         30.0,
-        "Time limit for fetching a video, in seconds",
+        "Seconds to fetch a video",
         group="Images",
         name="video-fetch-timeout",
         variables=("VLLM_VIDEO_FETCH_TIMEOUT",),
@@ -345,20 +330,20 @@ class ServerConfig:
     )
     media_io_kwargs: str = setting(
         "",
-        'Frames to read from a video as JSON: {"video": {"num_frames": 32, "fps": 2}}; fps: '
-        f"maximum frames per second; num_frames -1: all frames, up to {MAX_FRAMES}",
+        'Frames of a video as JSON: {"video": {"num_frames": 32, "fps": 2}}; fps: maximum per '
+        f"second; num_frames -1: all, up to {MAX_FRAMES}",
         metavar="JSON",
         group="Images",
     )
     mm_processor_kwargs: str = setting(
         "",
-        'Arguments of the model\'s image processor as JSON: {"max_pixels": 1003520}',
+        'Arguments of the image processor as JSON: {"max_pixels": 1003520}',
         metavar="JSON",
         group="Images",
     )
     mm_processor_cache_gb: float = setting(
         4.0,
-        "Memory for preprocessed images in each API server, in GiB; 0: none",
+        "GiB for preprocessed images per API server; 0: none",
         group="Images",
         minimum=0,
     )
@@ -373,20 +358,20 @@ class ServerConfig:
     )
     log_format: str = setting(
         TEXT,
-        "Format of log lines; json: one JSON object per line",
+        "Format of log lines",
         group="Logs",
         choices=FORMATS,
     )
     otlp_traces_endpoint: str | None = setting(
         None,
-        "Send a trace of each request to this OpenTelemetry collector: http://host:4317 "
-        "(gRPC) or http://host:4318/v1/traces; needs the extra otel",
+        "OpenTelemetry collector of traces: http://host:4317 (gRPC) or "
+        "http://host:4318/v1/traces; needs the extra otel",
         metavar="URL",
         group="Logs",
     )
     enable_log_requests: bool = setting(
         False,
-        "Log the beginning of each prompt, besides the line of each request",
+        "Log the beginning of each prompt",
         group="Logs",
         switches={"disable-log-requests": (False, True)},
     )
@@ -398,7 +383,7 @@ class ServerConfig:
     )
     disable_access_log_for_endpoints: tuple[str, ...] = setting(
         (),
-        "Paths whose requests are not logged, separated by commas: /health,/metrics",
+        "Paths that are not logged, with commas: /health,/metrics",
         group="Logs",
     )
 

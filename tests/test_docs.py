@@ -304,9 +304,7 @@ def check_gaudiserve(command: Command) -> None:
         PARSERS[name]().parse_all(words)
 
 
-ROUTES = re.findall(
-    r"^\| `(GET|POST|DELETE) ([^`]+)` \|", (ROOT / "docs/api.md").read_text("utf-8"), re.MULTILINE
-)
+ROUTES = re.findall(r"`(GET|POST|DELETE) ([^`]+)`", (ROOT / "docs/api.md").read_text("utf-8"))
 
 
 def check_curl(command: Command) -> None:

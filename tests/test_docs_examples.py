@@ -173,10 +173,15 @@ def run_command(command: Command, block: Block, servers: Servers, workplace: Pat
 
 
 def shape(value: Any) -> Any:
-    """Nested keys of an answer; of a list, the keys of its first entry; None for each value."""
+    """Nested keys of an answer whose values are not null; of a list, the keys of its first entry;
+    None for each value."""
     if isinstance(value, dict):
         # The keys of top_logprobs are token texts.
-        return {key: shape(inner) for key, inner in value.items() if key != "top_logprobs"}
+        return {
+            key: shape(inner)
+            for key, inner in value.items()
+            if inner is not None and key != "top_logprobs"
+        }
     if isinstance(value, list):
         return [shape(value[0])] if value and isinstance(value[0], dict) else []
     return None

@@ -71,127 +71,118 @@ def isolation(limits: compilation.Limits) -> str:
         f"On a thread it is stopped after {template.TIME_LIMIT_S:g} s of CPU time, or when memory "
         f"has grown by {template.MAX_GROWTH_BYTES // MIB} MiB. On the event loop it is stopped "
         f"after {template.INLINE_LIMIT_S * 1e3:g} ms",
-        f"| URL and headers | {DEFAULTS.h11_max_incomplete_event_size // KIB} KiB,",
-        f"| number of headers | {DEFAULTS.h11_max_header_count}, then 431",
-        f"| time for a TLS handshake | {DEFAULTS.request_header_timeout_s:g} s, then the",
-        f"| time for the headers | {DEFAULTS.request_header_timeout_s:g} s, then 408",
-        f"| time without a byte of the body | {DEFAULTS.request_body_timeout_s:g} s, then 408 |",
-        f"fast beginning | {http_protocol.MIN_BODY_BYTES_PER_S // KIB} KiB a second, then 408 |",
-        f"| the limit of open files, less {open_files.RESERVED}; then 503, with TLS a closed",
-        f"in turns of clients | {http_protocol.MAX_WAITING_BYTES // MIB} MiB, then 503 | |",
-        f"| requests waiting on one connection | {http_protocol.MAX_PIPELINED} |",
-        f"| idle time between requests | {api_server.KEEP_ALIVE_S} s, then the",
-        f"| body | {DEFAULTS.max_body_bytes // MIB} MiB, then 413",
-        f"| bodies that are received at once | {body.MAX_BUFFERED_BODIES} times the largest size "
+        f"* URL and headers: {DEFAULTS.h11_max_incomplete_event_size // KIB} KiB,",
+        f"* number of headers: {DEFAULTS.h11_max_header_count}, then 431",
+        f"* TLS handshake, or headers: {DEFAULTS.request_header_timeout_s:g} s, then 408 or a",
+        f"* time without a byte of the body: {DEFAULTS.request_body_timeout_s:g} s, then 408 ",
+        f"* mean rate of a body: {http_protocol.MIN_BODY_BYTES_PER_S // KIB} KiB a second, then "
+        "408 (`--request-body-timeout`)",
+        f"the limit of open files (`ulimit -n`) less {open_files.RESERVED}; then 503, with TLS",
+        f"that wait to be parsed: {http_protocol.MAX_WAITING_BYTES // MIB} MiB, then 503 *",
+        f"* requests waiting on one connection: {http_protocol.MAX_PIPELINED} *",
+        f"* idle time between requests: {api_server.KEEP_ALIVE_S} s, then a closed",
+        f"* body: {DEFAULTS.max_body_bytes // MIB} MiB, then 413",
+        f"* bodies received at once: {body.MAX_BUFFERED_BODIES} times the largest size "
         f"in total, then 503; {body.MAX_SMALL_BODIES * body.LARGE_BODY_BYTES // MIB} MiB more for "
         f"bodies of at most {body.LARGE_BODY_BYTES // MIB} MiB; up to "
         f"{held_bodies.MAX_OVERCOMMIT} times as much only for a client",
         f"further bodies wait up to {held_bodies.MAX_WAIT_S:g} s, then 503, and at most "
         f"{held_bodies.MAX_WAITING:,} of a client wait",
-        f"| connections that receive stored streams | {stored.MAX_FOLLOWERS_PER_RESPONSE} for a "
-        f"response, {stored.MAX_FOLLOWERS_PER_CLIENT} for a client, then 503 |",
-        f"| {json_decoder.MAX_VALUES:,}, of them {json_decoder.MAX_OBJECTS:,} strings",
-        f"| requests that wait | {DEFAULTS.max_queued_requests}, then 503",
-        f"| prompt tokens that wait | {DEFAULTS.max_queued_prompt_tokens:,}, then 503",
-        f"| schema, pattern or grammar | {grammar.MAX_CHARACTERS:,} characters",
-        f"| JSON schema | {json_schema.MAX_NESTING} levels, {json_schema.MAX_SCHEMAS:,} "
+        f"* connections that receive stored streams: {stored.MAX_FOLLOWERS_PER_RESPONSE} for a "
+        f"response, {stored.MAX_FOLLOWERS_PER_CLIENT} for a client, then 503 *",
+        f"* values in a body: {json_decoder.MAX_VALUES:,}, of them "
+        f"{json_decoder.MAX_OBJECTS:,} strings",
+        f"* requests that wait: {DEFAULTS.max_queued_requests}, then 503",
+        f"* prompt tokens that wait: {DEFAULTS.max_queued_prompt_tokens:,}, then 503",
+        f"* schema, pattern or grammar: {grammar.MAX_CHARACTERS:,} characters; times the sequences "
+        f"{grammar.MAX_REQUEST_CHARACTERS:,} *",
+        f"* JSON schema: {json_schema.MAX_NESTING} levels, {json_schema.MAX_SCHEMAS:,} "
         f"schemas, {json_schema.MAX_DEPTH:,} on a path, {json_schema.MAX_CHAIN} in a row",
-        "| arguments of strict tools that a model writes one by one: optional arguments, or pairs "
-        f"of arguments if all are optional | {structural_tag.MAX_ARGUMENT_PARTS:,}",
-        f"definitions counted for each argument | {structural_tag.MAX_ARGUMENT_KEYWORDS:,} | |",
-        f"| types of a tool argument | {argument_types.MAX_SCHEMA_NODES:,} subschemas, "
+        "* optional arguments (or pairs of arguments, if all are optional) of strict tools that a "
+        f"model writes one by one: {structural_tag.MAX_ARGUMENT_PARTS:,} *",
+        f"definitions counted for each argument: {structural_tag.MAX_ARGUMENT_KEYWORDS:,} *",
+        f"* types of a tool argument: {argument_types.MAX_SCHEMA_NODES:,} subschemas, "
         f"{argument_types.MAX_SCHEMA_DEPTH} on a path, {argument_types.MAX_REQUEST_NODES:,} "
-        "subschemas for a request",
-        f"a cross-encoder, times the texts | {scores.MAX_REPEATED_CHARACTERS:,} characters |",
-        f"| echoed message of a chat, times `n` | {MAX_ECHO_CHARACTERS:,} characters |",
-        f"| pattern | {grammar_bounds.MAX_PATTERN_SIZE:,} characters with repetitions expanded, "
+        "for a request",
+        "a cross-encoder, times the texts; echoed message of a chat, times `n`: "
+        f"{scores.MAX_REPEATED_CHARACTERS:,} characters *",
+        f"echoed message of a chat, times `n`: {MAX_ECHO_CHARACTERS:,} characters *",
+        f"* pattern: {grammar_bounds.MAX_PATTERN_SIZE:,} characters with repetitions expanded, "
         f"{grammar_bounds.MAX_PATTERN_OPTIONS:,} of them optional",
-        f"| grammar | {grammar_bounds.MAX_RULES:,} rules, {grammar_bounds.MAX_RULE_DEPTH} on a "
+        f"* grammar: {grammar_bounds.MAX_RULES:,} rules, {grammar_bounds.MAX_RULE_DEPTH} on a "
         f"path, {grammar_bounds.MAX_EXPRESSIONS:,} expressions",
-        f"times the sequences of the request | {sampling.MAX_LISTED_BIASES:,} entries",
-        f"and `bad_words`, times the sequences | {sampling.MAX_LISTED_TOKENS:,} |",
-        f"| `bad_words`, times the sequences | {sampling.MAX_LISTED_WORDS // 2:,} texts; "
+        f"* `logit_bias`, times the sequences: {sampling.MAX_LISTED_BIASES:,} entries",
+        f"and `bad_words`, times the sequences: {sampling.MAX_LISTED_TOKENS:,} *",
+        f"* `bad_words`, times the sequences: {sampling.MAX_LISTED_WORDS // 2:,} texts; "
         f"{sampling.MAX_BAD_WORDS // 2} in one list",
-        f"grammar, times the sequences | {grammar.MAX_REQUEST_CHARACTERS:,} characters",
-        f"several choices, times `n` | {validation.MAX_IMAGE_BYTES // MIB} MiB",
-        f"| grammars that wait to be compiled | {compilation.MAX_PENDING}, then 503",
-        f"| arguments of a tool call in a message | {messages.MAX_ARGUMENTS_CHARACTERS:,} char",
-        f"| log-probabilities of prompt tokens in an answer | {job.MAX_PROMPT_LOGPROBS:,}: tokens",
-        f"| log-probabilities of output tokens in a whole answer | {job.MAX_KEPT_LOGPROBS:,}: tok",
-        f"| cached grammars | {compilation.MAX_CACHED + compilation.MAX_PENDING}, and "
+        f"* images of a request, times `n` above 1: {validation.MAX_IMAGE_BYTES // MIB} MiB",
+        f"* grammars that wait to be compiled: {compilation.MAX_PENDING}, then 503",
+        f"* arguments of a tool call in a message: {messages.MAX_ARGUMENTS_CHARACTERS:,} char",
+        f"* log-probabilities of prompt tokens: {job.MAX_PROMPT_LOGPROBS:,}: tokens",
+        f"* log-probabilities of output tokens, not streamed: {job.MAX_KEPT_LOGPROBS:,}: tok",
+        f"* cached grammars: {compilation.MAX_CACHED + compilation.MAX_PENDING}, and "
         f"{compilation.MAX_CACHED_BYTES // MIB} MiB",
-        f"| `metadata` | {bounds.MAX_METADATA_PAIRS} pairs, keys of "
-        f"{bounds.MAX_METADATA_KEY_CHARACTERS} characters, values of "
-        f"{bounds.MAX_METADATA_VALUE_CHARACTERS} |",
-        f"| `stop` strings | {DEFAULTS.max_stop_strings}, each of {MAX_STOP_CHARACTERS:,} "
-        "characters | `--max-stop-strings` |",
-        "| messages or items; parts of a message, and `documents` of a chat; tools | "
-        f"{bounds.MAX_MESSAGES:,}; {bounds.MAX_PARTS:,}; {bounds.MAX_TOOLS:,} |",
-        "| prompts of a completion; texts to embed, score, classify or rerank | "
-        f"{MAX_PROMPTS:,}; {MAX_INPUTS:,} |",
-        f"| `safety_identifier` | {bounds.MAX_SAFETY_IDENTIFIER_CHARACTERS} characters |",
-        f"`metadata.user_id` of `/v1/messages` | {bounds.MAX_USER_ID_CHARACTERS} characters |",
-        f"`previous_response_id` | {bounds.MAX_LABEL_CHARACTERS} characters; the OpenAI API",
-        f"fields with a schema | {bounds.MAX_FIELD_VALUES:,} values, "
-        f"{bounds.MAX_FIELD_CHARACTERS:,} characters",
-        f"| `documents`, `chat_template_kwargs` | {bounds.MAX_FIELD_VALUES:,} values, "
+        f"* `prompt_name`, `previous_response_id`: {bounds.MAX_LABEL_CHARACTERS} characters *",
+        "* fields with a schema, such as `tools` and `response_format`: "
+        f"{bounds.MAX_FIELD_VALUES:,} values, {bounds.MAX_FIELD_CHARACTERS:,} characters",
+        f"* `documents`, `chat_template_kwargs`: {bounds.MAX_FIELD_VALUES:,} values, "
         f"{bounds.MAX_RENDERED_CHARACTERS:,} characters",
-        f"as text or JSON | {sandbox.MAX_WRITTEN_ITEMS:,} items, keys included",
-        f"| references to items in the input of a response | {responses.MAX_REFERENCES:,} |",
-        f"| `lora_path` | {whole_files.MAX_PATH_CHARACTERS:,} characters",
-        f"| `$ref` in the arguments of tools | {argument_types.MAX_REFERENCE_CHARACTERS:,} char",
+        f"as text or JSON: {sandbox.MAX_WRITTEN_ITEMS:,} items, keys included",
+        f"* references to items in the input: {responses.MAX_REFERENCES:,} *",
+        f"* `lora_path`: {whole_files.MAX_PATH_CHARACTERS:,} characters",
+        f"* `$ref` in the arguments of tools: {argument_types.MAX_REFERENCE_CHARACTERS:,} char",
         f"An enum counts a subschema for {argument_types.ENTRIES_PER_NODE} entries, a `$ref` for "
         f"{argument_types.CHARACTERS_PER_NODE} characters",
-        f"| prompt rendered by a template | {renderer.MAX_CHARACTERS // MIB} Mi characters",
-        "| items of a conversation before a response, and items that a response references | "
+        f"* prompt rendered by a template: {renderer.MAX_CHARACTERS // MIB} Mi characters",
+        "* items of a conversation before a response, and items that a response references: "
         f"{responses.MAX_CONVERSATION_BYTES // MIB} MiB of JSON",
-        f"| stored responses | {DEFAULTS.responses_store_max_count:,}, "
+        f"* stored responses: {DEFAULTS.responses_store_max_count:,}, "
         f"{DEFAULTS.responses_store_max_bytes // MIB} MiB, one day",
-        f"| number in a JSON file of a checkpoint | {fields.MAX_FLOAT32:.1e}; ".replace("e+", "e")
+        f"* number in a JSON file of a checkpoint: {fields.MAX_FLOAT32:.1e}; ".replace("e+", "e")
         + f"{fields.MAX_NUMBER:,.0f} where its field scales or limits tensors; "
         + f"{model_config.MAX_THETA:.0e} for `rope_theta`".replace("e+", "e"),
-        f"| JSON files of a checkpoint | {fields.MAX_JSON_BYTES // MIB} MiB; `tokenizer.json` "
+        f"* JSON files of a checkpoint: {fields.MAX_JSON_BYTES // MIB} MiB; `tokenizer.json` "
         f"{tokenizer.MAX_TOKENIZER_BYTES // MIB} MiB",
         f"| a text of a tokenizer without bounds {isolation(bounded_encoder.LIMITS)}",
         f"a bound above {bounded_encoder.UNLIMITED_GROWTH}, for texts that the tokenizer may "
         f"lengthen to more than {bounded_encoder.MAX_DIRECT_BYTES // MIB} MiB",
-        f"| bytes that a tokenizer may make of a byte | {tokenizer.MAX_GROWTH:,};",
-        f"| parts of a tokenizer | {tokenizer.MAX_STEPS} steps and "
+        f"* bytes that a tokenizer may make of a byte: {tokenizer.MAX_GROWTH:,} *",
+        f"* parts of a tokenizer: {tokenizer.MAX_STEPS} steps and "
         f"{tokenizer.MAX_PART_BYTES // MIB} MiB in each; {tokenizer.MAX_PADDING:,} tokens",
-        f"| token of a vocabulary | {tokenizer.MAX_TOKEN_CHARACTERS:,} characters, "
+        f"* token of a vocabulary: {tokenizer.MAX_TOKEN_CHARACTERS:,} characters, "
         f"{tokenizer.MAX_TOKEN_TEXT_BYTES // KIB} KiB after",
-        f"| vocabulary and merges of a tokenizer | {tokenizer.MAX_MERGES:,} each",
-        f"| added tokens of a tokenizer | {tokenizer.MAX_ADDED_TOKENS:,}, of "
+        f"* vocabulary and merges of a tokenizer: {tokenizer.MAX_MERGES:,} each",
+        f"* added tokens of a tokenizer: {tokenizer.MAX_ADDED_TOKENS:,}, of "
         f"{tokenizer.MAX_ADDED_CHARACTERS:,} characters",
-        f"| tokens that a tokenizer adds to a text | {tokenizer.MAX_SPECIAL_TOKENS} |",
-        f"| file of settings | {sources.MAX_FILE_BYTES // KIB} KiB, {sources.MAX_FILE_KEYS:,} "
+        f"* tokens that a tokenizer adds to a text: {tokenizer.MAX_SPECIAL_TOKENS} #",
+        f"* file of settings: {sources.MAX_FILE_BYTES // KIB} KiB, {sources.MAX_FILE_KEYS:,} "
         f"keys, {sources.MAX_FILE_DEPTH} levels, no aliases",
-        f"| API keys, TLS files | {auth.MAX_FILE_BYTES // MIB} MiB, "
+        f"* API keys, TLS files: {auth.MAX_FILE_BYTES // MIB} MiB, "
         f"{tls.MAX_FILE_BYTES // MIB} MiB; regular files only",
-        f"| {fields.MAX_JSON_BYTES // MIB} MiB, {fields.MAX_JSON_BYTES // MIB} MiB, "
+        f"traffic: {fields.MAX_JSON_BYTES // MIB} MiB, {fields.MAX_JSON_BYTES // MIB} MiB, "
         f"{bucket_file.MAX_FILE_BYTES // MIB} MiB, {traffic.MAX_TRAFFIC_BYTES // MIB} MiB; a pipe "
         f"must end within {whole_files.PIPE_TIMEOUT_S:g} s",
-        f"| JSON files of a checkpoint | {fields.MAX_JSON_BYTES // MIB} MiB;",
-        f"| header of a safetensors file | {safetensors_files.MAX_HEADER_BYTES // MIB} MiB; of an "
+        f"* JSON files of a checkpoint: {fields.MAX_JSON_BYTES // MIB} MiB;",
+        f"* header of a safetensors file: {safetensors_files.MAX_HEADER_BYTES // MIB} MiB; of an "
         f"adapter {adapter_folder.MAX_HEADER_BYTES // MIB} MiB, with names of "
         f"{adapter_folder.MAX_NAME_CHARACTERS:,} characters",
-        f"| `adapter_config.json` | {adapter_folder.MAX_CONFIG_BYTES // MIB} MiB, "
+        f"* `adapter_config.json`: {adapter_folder.MAX_CONFIG_BYTES // MIB} MiB, "
         f"{adapter_folder.MAX_CONFIG_VALUES:,} values, {adapter_folder.MAX_CONFIG_OBJECTS:,} lists "
         f"and objects, {peft_config.MAX_TARGETS:,} `target_modules`",
-        f"| regular expressions of one field of a file | {expressions.MAX_EXPRESSIONS:,}, each of "
+        f"* regular expressions of one field of a file: {expressions.MAX_EXPRESSIONS:,}, each of "
         f"{expressions.MAX_EXPRESSION_CHARACTERS:,} characters, in total "
         f"{expressions.MAX_TOTAL_CHARACTERS:,}; counts in braces up to "
         f"{expressions.MAX_REPETITIONS:,}, in total {expressions.MAX_TOTAL_REPETITIONS:,}; "
-        f"{expressions.MAX_MEMORY_BYTES // MIB} MiB for each {expressions.PROGRAM_EXPRESSIONS}",
-        f"| time to match them | {expressions.CPU_S:g} s of CPU time and "
+        f"{expressions.MAX_MEMORY_BYTES // MIB} MiB for each {expressions.PROGRAM_EXPRESSIONS}; "
+        f"{expressions.CPU_S:g} s of CPU time and "
         f"{expressions.CPU_S_PER_NAME * 1e3:g} ms for each name",
-        f"| weights of an adapter | finite, at most {adapter.MAX_VALUE:,.0f};",
-        f"| adapters | {lora_slots.MAX_ADAPTERS:,} served; {adapter_reader.MAX_PENDING} wait",
-        f"| metadata of a GGUF file | {gguf_metadata.MAX_METADATA_BYTES // MIB} MiB, "
+        f"* weights: finite, at most {adapter.MAX_VALUE:,.0f};",
+        f"* adapters: {lora_slots.MAX_ADAPTERS:,} served; {adapter_reader.MAX_PENDING} wait",
+        f"* metadata of a GGUF file: {gguf_metadata.MAX_METADATA_BYTES // MIB} MiB, "
         f"{gguf_metadata.MAX_ELEMENTS:,} array elements; of an adapter "
         f"{gguf_adapter.MAX_METADATA_BYTES // MIB} MiB, {gguf_adapter.MAX_ELEMENTS:,} array "
         "elements",
-        f"| adapter in GGUF | {gguf_adapter.MAX_FILE_BYTES // GIB} GiB, "
+        f"* adapter in GGUF: {gguf_adapter.MAX_FILE_BYTES // GIB} GiB, "
         f"{gguf_adapter.MAX_NUMBERS:,} numbers",
     ],
 )
@@ -245,17 +236,17 @@ def test_limits_of_images_equal_the_code(row: str) -> None:
 @pytest.mark.parametrize(
     "row",
     [
-        f"| messages or items | {bounds.MAX_MESSAGES:,} |",
-        f"| parts of a message, `documents` of a chat | {bounds.MAX_PARTS:,} |",
-        f"| parts of a message, `documents` of a chat | {bounds.MAX_DOCUMENTS:,} |",
-        f"| prompts of a completion | {MAX_PROMPTS:,} |",
-        f"| texts to embed, score, classify or rerank | {MAX_INPUTS:,} |",
-        f"| `stop` strings | {DEFAULTS.max_stop_strings} (`--max-stop-strings`), each of "
-        f"{MAX_STOP_CHARACTERS:,} characters |",
-        f"| tools | {bounds.MAX_TOOLS:,} |",
-        f"| a text | {json_decoder.MAX_TEXT_BYTES // MIB} MiB of memory;",
-        f"| a text that is only counted or converted | {prompts.COUNTED_CONTEXTS} contexts or "
-        f"{prompts.MIN_COUNTED_TOKENS:,} tokens, whichever is more |",
+        f"* messages or items: {bounds.MAX_MESSAGES:,} *",
+        f"* parts of a message, `documents` of a chat: {bounds.MAX_PARTS:,} *",
+        f"* parts of a message, `documents` of a chat: {bounds.MAX_DOCUMENTS:,} *",
+        f"* prompts of a completion: {MAX_PROMPTS:,} *",
+        f"* texts to embed, score, classify or rerank: {MAX_INPUTS:,} *",
+        f"* `stop` strings: {DEFAULTS.max_stop_strings} (`--max-stop-strings`), each of "
+        f"{MAX_STOP_CHARACTERS:,} characters *",
+        f"* tools: {bounds.MAX_TOOLS:,} *",
+        f"* a text: {json_decoder.MAX_TEXT_BYTES // MIB} MiB of memory;",
+        f"* a text that is only counted or converted: {prompts.COUNTED_CONTEXTS} contexts or "
+        f"{prompts.MIN_COUNTED_TOKENS:,} tokens, whichever is more",
         f"It reads {long_texts.INITIAL_CHARACTERS} characters for each remaining token and for "
         f"{long_texts.MARGIN_TOKENS} more, up to {long_texts.MAX_CHARACTERS:,} if needed.",
         f"no blank lies within {long_texts.WORD_CHARACTERS:,} characters of the cut",

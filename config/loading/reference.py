@@ -1,9 +1,9 @@
-"""Generates the tables of configuration.md, hpu-flags.md, coming-from-vllm.md and models.md in
-docs/: `python -m config.loading.reference`."""
+"""Generates the lists of configuration.md and the tables of hpu-flags.md, coming-from-vllm.md and
+models.md in docs/: `python -m config.loading.reference`."""
 
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from textwrap import fill
 
@@ -32,51 +32,57 @@ _TABLES = re.compile(r"(<!-- Tables .*? -->\n\n).*(<!-- End)", re.DOTALL)
 
 
 def settings() -> str:
-    """The tables of configuration.md."""
-    heads = ("flag", "default; other values", "what it does")
-    groups: dict[str, list[tuple[str, ...]]] = {group: [] for group in GROUPS}
+    """The lists of configuration.md. Settings of a group with the same values and help share an
+    item."""
+    groups: dict[str, dict[str, list[str]]] = {group: {} for group in GROUPS}
     for flag in FLAGS:
         if not _LIMIT.fullmatch(flag.key):
-            groups[flag.setting.group].append(_setting(flag))
-    groups["Buckets"] += _ranges()
-    groups["Files"] = [(f"`--{name} FILE`", "none", text) for name, text in FILE_FLAGS.items()]
-    return "".join(f"## {group}\n\n{table_of(heads, rows)}\n" for group, rows in groups.items())
+            names, text = _setting(flag)
+            groups[flag.setting.group].setdefault(text, []).append(names)
+    for names, text in _ranges():
+        groups["Buckets"].setdefault(text, []).append(names)
+    groups["Files"] = {f": {text}": [f"`--{name} FILE`"] for name, text in FILE_FLAGS.items()}
+    lists = {
+        group: "".join(f"* {', '.join(names)}{text}\n" for text, names in items.items())
+        for group, items in groups.items()
+    }
+    return "".join(f"## {group}\n\n{items}\n" for group, items in lists.items())
 
 
-def _setting(flag: Flag) -> tuple[str, ...]:
+def _setting(flag: Flag) -> tuple[str, str]:
+    """The names of a flag; its default, other values and help."""
     setting = flag.setting
+    names = [f"--{name}" for name in (flag.key, *setting.aliases)]
+    names[1:1] = short_forms([f"--{name}" for name in flag.names])
+    others = [value for value in setting.choices if value != flag.shown_default]
+    is_off = flag.shown_default in ("", "none", "off") and not others
+    values = "" if is_off else f"`{flag.shown_default}`"
+    if others and flag.key not in _PARSERS:
+        values += f"; {listed(others)}"
     text = setting.help
     if flag.key in _PARSERS:
         text += "; [names](tools.md#parsers)"
-    names = [f"--{name}" for name in flag.names]
-    if others := [*short_forms(names), *names[1:]]:
-        text += f"; also {listed(others)}"
+    if setting.switches:
+        text += f"; switch {listed(f'--{name}' for name in setting.switches)}"
     if others := [name for name in setting.variables if name not in _vendor_names()]:
-        text += f"; also the variable {listed(others)}"
-    values = f"`{flag.shown_default}`" if flag.shown_default else ""
-    others = [value for value in setting.choices if value != flag.shown_default]
-    if others and flag.key not in _PARSERS:
-        values += f"; {listed(others)}"
-    return f"`--{flag.key}`", values, text
+        text += f"; variable {listed(others)}"
+    return listed(names), f"{f' ({values})' if values else ''}: {text}"
 
 
-def _ranges() -> list[tuple[str, ...]]:
-    """A row for each bucket range, with the flags of its limits."""
+def _ranges() -> Iterator[tuple[str, str]]:
+    """For each bucket range the flags of its limits; their default and help."""
     limits: dict[str, list[Flag]] = {}
     for flag in FLAGS:
         if found := _LIMIT.fullmatch(flag.key):
             limits.setdefault(found[1], []).append(flag)
-    rows: list[tuple[str, ...]] = []
     for stem, flags in limits.items():
         smallest = flags[0]
-        what = smallest.setting.help.removeprefix("Smallest ").partition(";")[0]
-        text = f"Range of the {what}"
+        text = smallest.setting.help.removeprefix("Smallest ").partition(";")[0].capitalize()
         if len(smallest.names) > 1:
             text += f"; also `--{smallest.names[1]}` and so on"
         endings = [f"`-{flag.key.removeprefix(f'{stem}-')}`" for flag in flags[1:]]
         names = ", ".join([f"`--{smallest.key}`", *endings])
-        rows.append((names, f"`{smallest.shown_default}`", text))
-    return rows
+        yield names, f" (`{smallest.shown_default}`): {text}"
 
 
 def _vendor_names() -> set[str]:

@@ -44,16 +44,15 @@ class LoRAConfig:
     default_mm_loras: str = setting(
         "",
         'Adapter for requests with images that name no adapter, as JSON: {"image": '
-        '"/models/phi-4/vision-lora"}; its name in the API is image',
+        '"/models/phi-4/vision-lora"}',
         metavar="JSON",
     )
     max_loras: int = setting(
-        1, "Maximum number of adapters whose requests run at once", minimum=1, maximum=1024
+        1, "Maximum adapters whose requests run at once", minimum=1, maximum=1024
     )
     max_cpu_loras: int | None = setting(
         None,
-        "Maximum adapters in host memory; auto: --max-loras, at least the number of --lora-modules "
-        "and --default-mm-loras",
+        "Maximum adapters in host memory; auto: --max-loras, or the configured adapters if more",
         minimum=1,
     )
     max_lora_rank: int = setting(
@@ -61,14 +60,13 @@ class LoRAConfig:
     )
     fully_sharded_loras: bool = setting(
         False,
-        "Divide both matrices of each adapter among the tensor-parallel ranks: less memory, but "
-        "an additional collective for each layer",
+        "Divide both matrices of adapters among tensor-parallel ranks: less memory, a "
+        "collective more per layer",
     )
     lora_extra_targets: tuple[str, ...] = setting(
         (AUTO,),
-        "What adapters may change besides linear layers: some of embedding, head and experts, or "
-        "none; each costs memory and time on a card; auto: what --lora-modules and "
-        "--default-mm-loras change",
+        "What adapters may change besides linear layers: embedding, head, experts, or "
+        "none; each costs memory and time; auto: as the configured adapters",
     )
 
     def __post_init__(self) -> None:

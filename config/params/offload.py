@@ -14,14 +14,12 @@ class OffloadConfig:
 
     swap_space: float = setting(
         0.0,
-        "Host memory for KV blocks of preempted requests, in GiB for each device; 0: "
-        "recompute the blocks",
+        "GiB of host memory per device for KV blocks of preempted requests; 0: recompute them",
         minimum=0,
     )
     kv_offloading_size: float = setting(
         0.0,
-        "Host memory for KV blocks evicted from the prefix cache or preempted, in GiB for "
-        "all devices of an engine; 0: recompute the blocks",
+        "GiB of host memory per engine for evicted and preempted KV blocks; 0: recompute them",
         minimum=0,
     )
     kv_offloading_backend: str = setting(
@@ -29,24 +27,21 @@ class OffloadConfig:
     )
     kv_offloading_dir: str | None = setting(
         None,
-        "Folder for files of the KV blocks of --kv-offloading-size, which a restarted server "
-        "reuses; none: host memory only",
+        "Folder for the blocks of --kv-offloading-size, which a restarted server reuses",
         metavar="DIR",
     )
     kv_offloading_dir_size: float = setting(
         32.0,
-        "Maximum size of an engine's files in --kv-offloading-dir, in GiB; the least recently "
-        "used files are deleted",
+        "Maximum GiB per engine in --kv-offloading-dir; least recently used files are deleted",
         minimum=1e-6,
     )
     kv_offloading_delete_files: bool = setting(
         False,
-        "Delete the files of --kv-offloading-dir when an engine is stopped or sleeps",
+        "Delete the files of --kv-offloading-dir when an engine stops or sleeps",
     )
     cpu_offload_gb: float = setting(
         0.0,
-        "Host memory for weights, in GiB for each device; each launch copies them to the "
-        "device, layer by layer; 0: none",
+        "GiB of weights per device in host memory; each launch copies them to the device",
         minimum=0,
     )
 

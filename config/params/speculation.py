@@ -35,27 +35,25 @@ class SpeculationConfig:
 
     speculative_config: str | None = setting(
         None,
-        'Speculative decoding as JSON: {"method": "ngram", "num_speculative_tokens": 5} or '
-        '{"method": "draft_model", "model": "NAME", "num_speculative_tokens": 5}; none: off '
-        "(docs/speculation.md)",
+        'Speculative decoding as JSON: {"method": "ngram", "num_speculative_tokens": '
+        "5}; docs/speculation.md has the methods",
         metavar="JSON",
     )
     speculative_model: str | None = setting(
-        None, "Older form of the method: [ngram], or the name of a draft model"
+        None, "Older form: [ngram], or the name of a draft model"
     )
     num_speculative_tokens: int | None = setting(
-        None, "Maximum number of draft tokens of a request in a step", minimum=1, maximum=MAX_DRAFTS
+        None, "Maximum draft tokens of a request in a step", minimum=1, maximum=MAX_DRAFTS
     )
     ngram_prompt_lookup_max: int | None = setting(
-        None, "Longest n-gram that the method ngram looks for", minimum=1, maximum=MAX_LOOKUP
+        None, "Longest n-gram of method ngram", minimum=1, maximum=MAX_LOOKUP
     )
     ngram_prompt_lookup_min: int | None = setting(
-        None, "Shortest n-gram that the method ngram looks for", minimum=1, maximum=MAX_LOOKUP
+        None, "Shortest n-gram of method ngram", minimum=1, maximum=MAX_LOOKUP
     )
     speculative_draft_tensor_parallel_size: int | None = setting(
         None,
-        "Number of devices among which the draft model is divided; must equal "
-        "--tensor-parallel-size",
+        "Devices of the draft model; must equal --tensor-parallel-size",
         minimum=1,
     )
 

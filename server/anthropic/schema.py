@@ -122,7 +122,7 @@ class CountBody(Body):
     }
     without_effect: ClassVar[frozenset[str]] = frozenset({"cache_control"})
 
-    model: str | None = Field(None, description="A served name; default: the first served name.")
+    model: str | None = Field(None, description="A served name; default: the first.")
     messages: Annotated[Messages, WithJsonSchema(array(_MESSAGE, minItems=1))]
     system: Annotated[str | Blocks | None, WithJsonSchema(any_of(_CONTENT, NULL))] = None
     tools: Annotated[Tools | None, WithJsonSchema(any_of(array(_TOOL), NULL))] = None
@@ -131,7 +131,7 @@ class CountBody(Body):
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = Field(None, description="Same as output_config.format.")
     context_management: ContextManagement | None = Field(
-        None, description="Without effect: nothing is deleted from a prompt."
+        None, description="No effect: prompts are not edited."
     )
     chat_template_kwargs: Variables | None = None
 

@@ -1,9 +1,9 @@
-"""Generates the tables of docs/api-fields.md from the schemas, of docs/tools.md from the parsers,
-and of docs/selftest.md from the checks: `python -m server.app.reference`.
+"""Generates the lists of docs/api-fields.md from the schemas, and the tables of docs/tools.md from
+the parsers and of docs/selftest.md from the checks: `python -m server.app.reference`.
 
-The text of the pages is written by hand. In api-fields.md, each table is between two comments, and
-the first comment names the body. `beyond BODY`: fields that BODY has with the same type and meaning
-are only listed by name, for ChatBody by group.
+The text of the pages is written by hand. In api-fields.md, the lists of a body are between two
+comments, and the first comment names the body. `beyond BODY`: fields that BODY has with the same
+type and meaning are only listed by name.
 """
 
 import re
@@ -21,6 +21,7 @@ from server.openai.schema.chat import ChatBody
 from server.openai.schema.generation import Body
 from server.parsers.kinds import ParserKind, distinct
 from server.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
+from server.pooling.schema import EmbeddingBody, ScoreBody
 
 FIELDS, TOOLS, SELFTEST = DOCS / "api-fields.md", DOCS / "tools.md", DOCS / "selftest.md"
 TABLES = re.compile(
@@ -61,13 +62,19 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
         "safety_identifier",
     ),
 }
-"""Fields of ChatBody by the heading of their table."""
+"""Fields of ChatBody by the heading of their list."""
 Rows = dict[str, str]
-"""Field name -> the remaining cells of its table row, `type | meaning`."""
+"""Field name -> the remainder of its list item, `(type): meaning`."""
+LINKS: Mapping[type[Body], str] = {
+    ChatBody: "[a chat](#chat)",
+    EmbeddingBody: "[embeddings](#embeddings)",
+    ScoreBody: "[scores](#scores)",
+}
+"""Link to the section of each body that other bodies go beyond."""
 
 
 def with_tables(page: str) -> str:
-    """Regenerate every table of the page. Raises KeyError for an unknown body."""
+    """Regenerate the lists of every body of the page. Raises KeyError for an unknown body."""
     bodies = {body.__name__: body for body in BODIES}
 
     def table(found: re.Match[str]) -> str:
@@ -79,25 +86,31 @@ def with_tables(page: str) -> str:
 
 
 def _fields(body: type[Body], base: type[Body] | None) -> str:
-    """Tables of the body's own fields and its nested objects, a list of the fields that it shares
-    with `base`, and a list of the fields that it rejects."""
+    """Lists of the body's own fields and of its nested objects, the fields that it shares with
+    `base`, and the fields that it rejects."""
     own, objects = _rows_of(body)
     base_rows, base_objects = _rows_of(base) if base else ({}, {})
     shared = [name for name, row in own.items() if base_rows.get(name) == row]
     rest = {name: row for name, row in own.items() if name not in shared}
-    parts = [_grouped(rest) if body is ChatBody else _table(rest)]
+    parts = [_grouped(rest) if body is ChatBody else _items(rest)]
     parts += [
-        f"`{name}`:\n\n{_table(rows)}"
+        f"`{name}`:\n\n{_items(rows)}"
         for name, rows in objects.items()
         if base_objects.get(name) != rows
     ]
-    if shared and base is ChatBody:
-        rows = [(f"[{group}]({_anchor(group)})", listed(names)) for group, names in _in(shared)]
-        parts.append(f"As in a chat:\n\n{table_of(('group', 'fields'), rows)}")
-    elif shared:
-        parts.append(f"As described above: {listed(shared)}.\n")
-    if body.unsupported:
-        parts.append(f"Refused: {listed(sorted(body.unsupported))}.\n")
+    rejected, link = set(body.unsupported), ""
+    if base:
+        link = LINKS[base]
+        others = [name for name in base_rows if name not in own]
+        if len(others) < len(shared):
+            parts.append(f"All other fields of {link}, except {listed(others)}.\n")
+        else:
+            parts.append(f"As in {link}: {listed(shared)}.\n")
+    if base and base.unsupported and rejected >= {*base.unsupported}:
+        words = [f"as in {link}", *(f"`{name}`" for name in sorted(rejected - {*base.unsupported}))]
+        parts.append(f"Refused: {', '.join(words)}.\n")
+    elif rejected:
+        parts.append(f"Refused: {listed(sorted(rejected))}.\n")
     return "\n".join(parts)
 
 
@@ -108,13 +121,9 @@ def _in(names: Collection[str]) -> list[tuple[str, list[str]]]:
     return [(group, of) for group, of in found if of]
 
 
-def _anchor(group: str) -> str:
-    return "#" + group.lower().replace(" ", "-").replace(",", "")
-
-
 def _grouped(rows: Rows) -> str:
     return "\n".join(
-        f"### {group}\n\n{_table({name: rows[name] for name in names})}"
+        f"### {group}\n\n{_items({name: rows[name] for name in names})}"
         for group, names in _in(rows)
     )
 
@@ -139,20 +148,17 @@ def _rows(definition: Mapping[str, Any]) -> Rows:
     rows = {}
     for name in names:
         schema = definition["properties"][name]
-        text = (
-            f"**Required.** {schema['description']}" if name in required else schema["description"]
-        )
-        rows[name] = f"{type_of(schema)} | {text}"
+        kind = f"{type_of(schema)}; required" if name in required else type_of(schema)
+        rows[name] = f"({kind}): {schema['description']}"
     return rows
 
 
-def _table(rows: Rows) -> str:
-    """A table in which fields with the same type and meaning share a row."""
+def _items(rows: Rows) -> str:
+    """A list in which fields with the same type and meaning share an item."""
     names: dict[str, list[str]] = {}
-    for name, cells in rows.items():
-        names.setdefault(cells, []).append(name)
-    lines = [f"| {listed(fields)} | {cells} |\n" for cells, fields in names.items()]
-    return "| field | type | meaning |\n|---|---|---|\n" + "".join(lines)
+    for name, text in rows.items():
+        names.setdefault(text, []).append(name)
+    return "".join(f"* {listed(fields)} {text}\n" for text, fields in names.items())
 
 
 def type_of(schema: Mapping[str, Any]) -> str:
@@ -172,7 +178,8 @@ def type_of(schema: Mapping[str, Any]) -> str:
     if isinstance(kind, list):
         return " or ".join(name for name in kind if name != "null")
     if kind == "array":
-        return f"list of {type_of(schema['items'])}" if schema.get("items") else "list"
+        entries = type_of(schema.get("items") or {})
+        return f"{entries}[]" if re.fullmatch(r"[\w\[\]]+", entries) else f"list of {entries}"
     return str(kind)
 
 

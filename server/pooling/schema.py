@@ -52,7 +52,7 @@ OptionalTexts = Annotated[Any, WithJsonSchema({"anyOf": [*_TEXTS["anyOf"], {"typ
 class EngineBody(Body):
     """Fields of all requests to a pooling model."""
 
-    model: str | None = Field(None, description="A served name; default: the first served name.")
+    model: str | None = Field(None, description="A served name; default: the first.")
     user: Label | None = None
     priority: Integer | None = None
     timeout: float | None = None
@@ -72,16 +72,16 @@ class PoolingBody(EngineBody):
 
     truncate_prompt_tokens: Integer | None = Field(
         None,
-        description="Truncate each input to this many tokens; -1: to the maximum of the model.",
+        description="Truncate each input to this many tokens; -1: the model's maximum.",
     )
     truncation_side: Literal["left", "right"] | None = Field(
         None,
-        description="The side that truncation cuts off; default right, which keeps the beginning.",
+        description="The side that is cut off; default right.",
     )
     use_activation: bool | None = Field(
         None,
-        description="Whether to normalize vectors to length 1, and scores and classes to numbers "
-        "between 0 and 1; null: the model's default.",
+        description="Normalize vectors to length 1, scores and classes to 0 to 1; default: the "
+        "model's.",
     )
     normalize: bool | None = Field(None, description="Older name of use_activation.")
 
@@ -116,10 +116,10 @@ class _Prompts(Body):
 
     input: Annotated[Any, WithJsonSchema(prompts_schema(MAX_INPUTS))]
     add_special_tokens: bool | None = Field(
-        None, description="Whether the tokenizer adds special tokens to a text; default true."
+        None, description="Add special tokens to a text; default true."
     )
     prompt_name: Label | None = Field(
-        None, description="The model's prompt to put before each text; null: its default."
+        None, description="Name of the model's prompt before each text; default: its own."
     )
 
     @property
@@ -175,24 +175,24 @@ class CohereEmbedBody(EngineBody):
     inputs: list[dict[str, object]] | None = Field(
         None,
         max_length=MAX_INPUTS,
-        description="Objects whose content is a list of text parts, instead of texts.",
+        description="Objects with text parts as content, instead of texts.",
     )
     images: list[object] | None = Field(None, description="Refused: only text can be embedded.")
     input_type: Label | None = Field(
-        None, description="Name of the model's prompt to put before each text; null: its default."
+        None, description="Name of the model's prompt before each text; default: its own."
     )
     embedding_types: list[EmbeddingType] | None = Field(
         None, max_length=MAX_TYPES, description="Types of the vectors; default float."
     )
     output_dimension: Integer | None = Field(
-        None, description="Length of the vectors, like dimensions of /v1/embeddings."
+        None, description="Same as dimensions of /v1/embeddings."
     )
     truncate: Literal["NONE", "START", "END"] | None = Field(
         None,
-        description="The side of a long input that is cut off; NONE: answer with 400. Default END.",
+        description="The side that is cut off; NONE: answer with 400. Default END.",
     )
     max_tokens: Integer | None = Field(
-        None, description="Maximum tokens of an input; null: the maximum of the model."
+        None, description="Maximum tokens of an input; default: the model's."
     )
 
     @property
@@ -260,10 +260,10 @@ class PairBody(PoolingBody):
     """Common fields of score and rerank requests."""
 
     max_tokens_per_query: Integer | None = Field(
-        None, description="Truncate the first text of a pair to this many tokens."
+        None, description="Truncate the first text to this many tokens."
     )
     max_tokens_per_doc: Integer | None = Field(
-        None, description="Truncate the second text of a pair to this many tokens."
+        None, description="Truncate the second text to this many tokens."
     )
 
     def check(self) -> None:
@@ -341,10 +341,10 @@ class RerankBody(PairBody):
     query: TextField
     documents: TextsField
     top_n: Integer | None = Field(
-        None, description="Number of documents returned, best first; null or 0: all."
+        None, description="Number of documents, best first; default, or 0: all."
     )
     return_documents: bool | None = Field(
-        None, description="Whether results contain the documents; default true."
+        None, description="Return the documents too; default true."
     )
 
     def check(self) -> None:

@@ -74,7 +74,7 @@ _ITEM = record(
 )
 _INPUT = {
     **any_of(TEXT, array(_ITEM), NULL),
-    "description": "A text or a list of items; may be absent only with previous_response_id.",
+    "description": "A text or items; required without previous_response_id.",
 }
 _TOOL = record(
     {
@@ -140,19 +140,17 @@ class ResponseBody(GenerationBody):
     )
 
     input: Annotated[Any, WithJsonSchema(_INPUT)] = None
-    instructions: str | None = Field(
-        None, description="System prompt of this response; the next response does not inherit it."
-    )
+    instructions: str | None = Field(None, description="System prompt of this response only.")
     previous_response_id: Label | None = None
     max_output_tokens: Integer | None = Field(
         None, description="Maximum generated tokens; default: the rest of the context."
     )
     max_tool_calls: Integer | None = Field(
-        None, description="Without effect: there are no hosted tools."
+        None, description="No effect: there are no hosted tools."
     )
     top_logprobs: Integer | None = Field(
         None,
-        description=f"Number of most likely tokens per position; needs include: {WITH_LOGPROBS}.",
+        description=f"Number of likeliest tokens per position; needs include: {WITH_LOGPROBS}.",
     )
     include: Strings | None = None
     text: TextOptions | None = None
@@ -167,9 +165,7 @@ class ResponseBody(GenerationBody):
     service_tier: Label | None = None
     prompt_cache_key: Label | None = None
     safety_identifier: SafetyIdentifier | None = None
-    context_management: Tools | None = Field(
-        None, description="Without effect: a long input is not compacted."
-    )
+    context_management: Tools | None = Field(None, description="No effect: input is not compacted.")
     documents: Documents | None = None
     chat_template: str | None = None
     chat_template_kwargs: Variables | None = None

@@ -207,9 +207,7 @@ class ChatBody(ChatPromptBody, GenerationBody):
     top_logprobs: Integer | None = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
-    thinking_token_budget: Integer | None = Field(
-        None, description="Maximum number of reasoning tokens."
-    )
+    thinking_token_budget: Integer | None = Field(None, description="Maximum reasoning tokens.")
     modalities: Strings | None = None
     store: bool | None = None
     metadata: Metadata | None = None

@@ -49,7 +49,7 @@ class CompletionBody(GenerationBody):
     )
     logprobs: Integer | None = None
     best_of: Integer | None = Field(
-        None, description="Choices generated for each prompt; the n most likely ones are returned."
+        None, description="Generated choices per prompt, of which the likeliest n are returned."
     )
 
     def check(self) -> None:

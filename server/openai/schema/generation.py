@@ -182,7 +182,7 @@ class GenerationBody(Body):
     schema_fields: ClassVar[tuple[str, ...]] = ("response_format", "structured_outputs", *FIELDS)
     """Fields that may contain a large schema."""
 
-    model: str | None = Field(None, description="A served name; default: the first served name.")
+    model: str | None = Field(None, description="A served name; default: the first.")
     n: Integer | None = None
     temperature: float | None = None
     top_p: float | None = None

@@ -54,8 +54,8 @@ _ALLOWED = record(
 )
 TOOL_CHOICE_SCHEMA = {
     **any_of(words("none", "auto", "required"), _of_function({"name": TEXT}), _ALLOWED, NULL),
-    "description": "auto, the default with tools: the model chooses. required, or the name of a "
-    "function: it must call. allowed_tools: the model sees only these functions.",
+    "description": "auto (default with tools): the model chooses; required, or a function: it "
+    "must call; allowed_tools: it sees only these.",
 }
 
 
