@@ -91,7 +91,7 @@ def variables() -> str:
         if variable.flag and not _VENDOR_LIMIT.fullmatch(variable.name)
     ]
     parts = [
-        f"## Variables that set a flag\n\nvLLM's default is in brackets.\n\n{_list(read)}\n",
+        f"## Variables that set a flag\n\nvLLM's default is in brackets.\n\n{list_of(read)}\n",
         f"## Variables of bucket ranges\n\nThe cells are vLLM's defaults.\n\n{_vendor_ranges()}\n",
         "## Variables without a flag\n\n",
     ]
@@ -102,16 +102,12 @@ def variables() -> str:
             if kind == word:
                 names.setdefault(text, []).append(variable.name)
         unread = [f"{listed(equal)}: {text}" for text, equal in names.items()]
-        parts.append(f"### {word.capitalize()}\n\n{_list(unread)}\n")
+        parts.append(f"### {word.capitalize()}\n\n{list_of(unread)}\n")
     return "".join(parts)
 
 
 def _flag_of(flag: Flag, name: str) -> str:
     return f"`--{name}`" + ("" if name == flag.key else f" (`--{flag.key}`)")
-
-
-def _list(lines: Iterable[str]) -> str:
-    return "".join(f"* {line}\n" for line in lines)
 
 
 def _vendor_ranges() -> str:
@@ -180,6 +176,10 @@ def listed(words: Iterable[str]) -> str:
 def table_of(heads: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     head, *lines = (f"| {' | '.join(line)} |\n" for line in (heads, *rows))
     return "".join((head, f"|{'---|' * len(heads)}\n", *lines))
+
+
+def list_of(lines: Iterable[str]) -> str:
+    return "".join(f"* {line}\n" for line in lines)
 
 
 def with_text(page: str, text: str) -> str:
