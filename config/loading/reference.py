@@ -9,7 +9,7 @@ from textwrap import fill
 
 from config.checkpoint.gguf_families import FAMILIES as GGUF_FAMILIES
 from config.loading.flags import FILE_FLAGS, FLAGS, GROUPS, Flag
-from config.loading.vendor_variables import VendorVariable, vendor_variables
+from config.loading.vendor_variables import REASONS, vendor_variables
 from config.loading.vllm_flags import (
     ABSENT,
     MODEL,
@@ -90,31 +90,26 @@ def _vendor_names() -> set[str]:
 
 
 def variables() -> str:
-    """The tables of hpu-flags.md."""
+    """The lists and the table of hpu-flags.md."""
     read = [
-        (f"`{variable.name}`", f"`{variable.default}`", _flag_of(*variable.flag))
+        f"`{variable.name}` ({variable.default}): {_flag_of(*variable.flag)}"
         for variable in vendor_variables()
         if variable.flag and not _VENDOR_LIMIT.fullmatch(variable.name)
     ]
-    table = table_of(("variable", "default there", "flag here"), read)
     parts = [
-        f"## Variables that set a flag\n\n{table}\n",
-        f"## Variables of bucket ranges\n\n{_vendor_ranges()}\n",
+        f"## Variables that set a flag\n\nvLLM's default is in brackets.\n\n{list_of(read)}\n",
+        f"## Variables of bucket ranges\n\nThe cells are vLLM's defaults.\n\n{_vendor_ranges()}\n",
+        "## Variables without a flag\n\n",
     ]
-    reasons: dict[str, list[VendorVariable]] = {}
-    for variable in vendor_variables():
-        if not variable.flag:
-            reasons.setdefault(variable.reason, []).append(variable)
-    unread = [
-        (
-            listed(variable.name for variable in equal),
-            "; ".join(dict.fromkeys(variable.meaning for variable in equal)),
-            reason,
-        )
-        for reason, equal in reasons.items()
-    ]
-    table = table_of(("variable", "meaning there", "here"), unread)
-    return "".join((*parts, f"## Variables without a flag\n\n{table}\n"))
+    for word in REASONS:
+        names: dict[str, list[str]] = {}
+        for variable in vendor_variables():
+            kind, _, text = variable.reason.partition(": ")
+            if kind == word:
+                names.setdefault(text, []).append(variable.name)
+        unread = [f"{listed(equal)}: {text}" for text, equal in names.items()]
+        parts.append(f"### {word.capitalize()}\n\n{list_of(unread)}\n")
+    return "".join(parts)
 
 
 def _flag_of(flag: Flag, name: str) -> str:
@@ -187,6 +182,10 @@ def listed(words: Iterable[str]) -> str:
 def table_of(heads: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     head, *lines = (f"| {' | '.join(line)} |\n" for line in (heads, *rows))
     return "".join((head, f"|{'---|' * len(heads)}\n", *lines))
+
+
+def list_of(lines: Iterable[str]) -> str:
+    return "".join(f"* {line}\n" for line in lines)
 
 
 def with_text(page: str, text: str) -> str:

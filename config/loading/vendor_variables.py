@@ -24,12 +24,10 @@ REASONS = ("not supported", "not needed", "instead", RUNTIME)
 class VendorVariable:
     """An environment variable of vLLM or of its Gaudi plug-in."""
 
-    group: str
     name: str
     """Name of the variable. A trailing * matches any ending."""
-    default: str
-    """vLLM's default, in vLLM's notation."""
-    meaning: str
+    default: str = ""
+    """vLLM's default, in vLLM's notation; empty if no flag reads the variable."""
     reason: str = ""
     """A word of REASONS, followed by text; empty if a flag reads the variable."""
 
@@ -50,13 +48,11 @@ def vendor_variables() -> tuple[VendorVariable, ...]:
     groups = yaml.load(DATA.read_text(encoding="utf-8"), Loader=SafeLoader)
     return tuple(
         VendorVariable(
-            group,
             name,
-            facts["default"],
-            facts["meaning"],
+            facts.get("default", ""),
             next((f"{word}: {facts[word]}" for word in REASONS if word in facts), ""),
         )
-        for group, variables in groups.items()
+        for variables in groups.values()
         for name, facts in variables.items()
     )
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from engine.selftest.results import CheckResult, is_variable
-from hpu.selftest.base import all_checks
+from hpu.selftest.base import Check, all_checks
 
 
 class InUse(NamedTuple):
@@ -81,16 +81,10 @@ def line(choice: Choice) -> str:
     return f"Self-test: {names} {verb}: {shown(choice.setting, choice.value)}"
 
 
-def table_rows() -> list[tuple[str, ...]]:
-    """(name, assumption, fallbacks, whether it is quick) of each check, for the table in
-    docs/selftest.md."""
-    return [
-        (
-            f"`{check.name}`",
-            check.assumption,
-            " ".join(f"`{shown(entry.setting, entry.values[0])}`" for entry in check.fallbacks)
-            or "none",
-            "yes" if check.is_quick else "no",
-        )
-        for check in sorted(all_checks().values(), key=lambda check: check.name)
-    ]
+def checks_by_fallback() -> dict[str, list[Check]]:
+    """Checks in the order of their names, by their fallbacks in the form of docs/selftest.md."""
+    found: dict[str, list[Check]] = {}
+    for check in sorted(all_checks().values(), key=lambda check: check.name):
+        settings = [shown(entry.setting, entry.values[0]) for entry in check.fallbacks]
+        found.setdefault(" ".join(f"`{setting}`" for setting in settings), []).append(check)
+    return found

@@ -13,8 +13,8 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
-from config.loading.reference import DOCS, listed, table_of, with_text
-from engine.selftest.fallbacks import table_rows
+from config.loading.reference import DOCS, list_of, listed, table_of, with_text
+from engine.selftest.fallbacks import checks_by_fallback
 from server.app.field_docs import add_descriptions
 from server.app.openapi import BODIES
 from server.openai.schema.chat import ChatBody
@@ -199,9 +199,12 @@ def _parsers(flag: str, head: str, parsers: Mapping[str, ParserKind[object]]) ->
 
 
 def with_checks(page: str) -> str:
-    """selftest.md with its table regenerated."""
-    table = table_of(("check", "assumption", "fallback", "quick"), table_rows())
-    return with_text(page, f"{table}\n")
+    """selftest.md with its lists of checks regenerated."""
+    parts = []
+    for fallbacks, checks in sorted(checks_by_fallback().items()):
+        items = list_of(f"`{check.name}`: {check.assumption}" for check in checks)
+        parts.append(f"{fallbacks or 'No fallback'}:\n\n{items}\n")
+    return with_text(page, "".join(parts))
 
 
 def main() -> int:

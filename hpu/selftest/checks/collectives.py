@@ -56,7 +56,7 @@ def captured(card: Card) -> Iterator[Comparison]:
 CHECKS = (
     Check(
         name="collectives",
-        assumption="two cards form a group over hccl, and their sums are right",
+        assumption="two cards form an hccl group, and their sums are right",
         source="vendor's documentation of distributed inference",
         program=collectives,
         fallbacks=(),

@@ -93,7 +93,7 @@ def guards(card: Card) -> Iterator[Comparison]:
 CHECKS = (
     Check(
         name="torch-compile",
-        assumption="torch.compile with hpu_backend computes what the function computes",
+        assumption="compiled code computes what the function computes",
         source=f"{PLUGIN}, vllm_gaudi/utils.py",
         program=compiled,
         fallbacks=(CAPTURED,),
@@ -103,7 +103,7 @@ CHECKS = (
     ),
     Check(
         name="compiled-cache-writes",
-        assumption="hpu_backend writes a KV cache in place where the traced graph copies it",
+        assumption="compiled code writes a KV cache in place",
         source="HabanaAI/gaudi-pytorch-bridge, PT_HPU_USE_INPLACE_INDEX_COPY",
         program=writes,
         fallbacks=(CAPTURED,),
@@ -114,7 +114,7 @@ CHECKS = (
     ),
     Check(
         name="compiled-norms",
-        assumption="hpu_backend computes the norms of queries and keys of gated DeltaNet right",
+        assumption="compiled norms of gated DeltaNet are right",
         source=f"{PLUGIN}, vllm_gaudi/ops/hpu_gdn_pytorch.py",
         program=norms,
         fallbacks=(CAPTURED,),
@@ -124,7 +124,7 @@ CHECKS = (
     ),
     Check(
         name="compiled-guards",
-        assumption="a compiled function runs without guards under set_stance",
+        assumption="compiled code runs without guards under set_stance",
         source="torch's documentation of set_stance",
         program=guards,
         fallbacks=(Fallback("full-warmup", ("off",)),),

@@ -131,7 +131,7 @@ def events(card: Card) -> Iterator[Comparison]:
 CHECKS = (
     Check(
         name="host-copies",
-        assumption="a copy to the host on a second stream waits for what it reads, and arrives",
+        assumption="copies to the host on a second stream wait, and arrive",
         source=BRIDGE,
         program=copies_beside_work,
         fallbacks=(Fallback("host-copies", ("default", "blocking")),),
@@ -140,7 +140,7 @@ CHECKS = (
     ),
     Check(
         name="default-copies",
-        assumption="a non-blocking copy to the host on the stream of the launches arrives",
+        assumption="non-blocking copies on the stream of the launches arrive",
         source=BRIDGE,
         program=copies_among_work,
         fallbacks=(Fallback("host-copies", ("side", "blocking")),),
@@ -148,7 +148,7 @@ CHECKS = (
     ),
     Check(
         name="large-copies",
-        assumption="a copy of 64 MiB to the host returns (a public report: it hung in lazy mode)",
+        assumption="a copy of 64 MiB to the host returns",
         source="public launch script for Gaudi 2; HabanaAI/gaudi-pytorch-bridge, lazy_kernels.cpp "
         "(copy_hpu_lazy_D2H)",
         program=large_copies,
@@ -157,7 +157,7 @@ CHECKS = (
     ),
     Check(
         name="uploads",
-        assumption="a non-blocking upload of less than 1 MiB reads its source before it returns",
+        assumption="an upload below 1 MiB reads its source before it returns",
         source=BRIDGE,
         program=uploads,
         fallbacks=(LOCKSTEP,),
@@ -165,7 +165,7 @@ CHECKS = (
     ),
     Check(
         name="events",
-        assumption="events have times, and a synchronized event is done",
+        assumption="events have times, and are done after a synchronization",
         source="HabanaAI/gaudi-pytorch-bridge, HPUEvent.cpp",
         program=events,
         fallbacks=(LOCKSTEP,),

@@ -241,7 +241,7 @@ def memory(card: Card) -> Iterator[Comparison]:
 CHECKS = (
     Check(
         name="graph-replay",
-        assumption="a captured graph computes what its function computes, for new values too",
+        assumption="a captured graph computes what its function computes",
         source=f"{BRIDGE}, torch/hpu/graphs.py",
         program=replay,
         fallbacks=(OTHER_MODE,),
@@ -249,7 +249,7 @@ CHECKS = (
     ),
     Check(
         name="graph-inputs",
-        assumption="a graph without tensor cache may be replayed on another tensor than its first",
+        assumption="a graph without tensor cache may be replayed on other tensors",
         source=f"{BRIDGE}, backend/habana_device/HPUGraph.cpp (replayV3)",
         program=other_inputs,
         fallbacks=(KEEP_TENSORS,),
@@ -258,7 +258,7 @@ CHECKS = (
     ),
     Check(
         name="graph-cache-writes",
-        assumption="with the tensor cache off, a KV cache that a graph writes in place stays valid",
+        assumption="without tensor cache, a KV cache that a graph writes stays valid",
         source="vllm-project/vllm-gaudi, docs/configuration/env_variables.md",
         program=writes,
         fallbacks=(KEEP_TENSORS,),
@@ -267,7 +267,7 @@ CHECKS = (
     ),
     Check(
         name="graph-outputs",
-        assumption="the outputs of a graph are valid until its own next replay",
+        assumption="outputs are valid until the graph's next replay",
         source=f"{BRIDGE}, torch/hpu/graphs.py",
         program=outputs,
         fallbacks=(OTHER_MODE,),
@@ -276,7 +276,7 @@ CHECKS = (
     ),
     Check(
         name="graph-views",
-        assumption="a captured function may make views of its int32 input, at any offset",
+        assumption="a captured function may make views of its input",
         source=f"{BRIDGE}, habana_lazy/lazy_executor.cpp",
         program=views,
         fallbacks=(OTHER_MODE,),
@@ -285,7 +285,7 @@ CHECKS = (
     ),
     Check(
         name="graph-cache-slices",
-        assumption="a capture that writes to the KV cache may read a slice of it",
+        assumption="a capture may write the KV cache and read a slice",
         source="vllm-project/vllm-gaudi, vllm_gaudi/extension/cache_ops.py",
         program=slices,
         fallbacks=(Fallback("contiguous-pa", ("off",)),),
@@ -293,7 +293,7 @@ CHECKS = (
     ),
     Check(
         name="graph-state-updates",
-        assumption="a capture may read rows by index_select and then write them by index_copy_",
+        assumption="a capture may read rows, then write them",
         source="vllm-project/vllm-gaudi, vllm_gaudi/ops/hpu_gdn_pytorch.py",
         program=state_updates,
         fallbacks=(OTHER_MODE,),
@@ -301,7 +301,7 @@ CHECKS = (
     ),
     Check(
         name="graph-cache-views",
-        assumption="a capture that writes to the KV cache may read blocks through a view of it",
+        assumption="a capture may write the KV cache and read views",
         source="vllm-project/vllm-gaudi, vllm_gaudi/extension/cache_ops.py",
         program=cache_views,
         fallbacks=(OTHER_MODE,),
@@ -317,7 +317,7 @@ CHECKS = (
     ),
     Check(
         name="graph-failures",
-        assumption="after a capture that raised an error, a small capture makes launches run again",
+        assumption="after a failed capture, a small capture makes launches run",
         source=f"{BRIDGE}, backend/habana_device/HPUGraph.cpp",
         program=after_failure,
         fallbacks=(OTHER_MODE,),
@@ -334,7 +334,7 @@ CHECKS = (
     ),
     Check(
         name="graph-memory",
-        assumption="mem_get_info after a synchronization includes the memory of graphs",
+        assumption="mem_get_info includes the memory of graphs",
         source="vllm-project/vllm-gaudi, vllm_gaudi/extension/profiler.py",
         program=memory,
         fallbacks=(LESS_MEMORY,),

@@ -116,7 +116,7 @@ def recipe_cache(card: Card) -> Iterator[Comparison]:
 CHECKS = (
     Check(
         name="runtime-names",
-        assumption="the vendor's modules have the names that a server uses",
+        assumption="the vendor's modules have the expected names",
         source="HabanaAI/gaudi-pytorch-bridge, its Python package",
         program=names,
         fallbacks=(),
@@ -124,7 +124,7 @@ CHECKS = (
     ),
     Check(
         name="memory-stats",
-        assumption="mem_get_info and max_memory_allocated follow allocations and frees",
+        assumption="mem_get_info and max_memory_allocated follow allocations",
         source="HabanaAI/gaudi-pytorch-bridge, torch/hpu/memory.py",
         program=memory_stats,
         fallbacks=(Fallback("gpu-memory-utilization", ("0.8",)),),
@@ -132,7 +132,7 @@ CHECKS = (
     ),
     Check(
         name="out-of-memory",
-        assumption="an allocation beyond the memory fails with a known text; the card stays usable",
+        assumption="too large allocations fail with a known text",
         source="HabanaAI/gaudi-pytorch-bridge, backend/synapse_helpers (PT_DEVMEM)",
         program=out_of_memory,
         fallbacks=(Fallback("gpu-memory-utilization", ("0.8",)),),
@@ -141,7 +141,7 @@ CHECKS = (
     ),
     Check(
         name="metrics",
-        assumption="the metrics of the runtime count compilations, fallbacks and recipes",
+        assumption="metrics count compilations, fallbacks and recipes",
         source="HabanaAI/gaudi-pytorch-bridge, torch/hpu/metrics/metrics.py",
         program=metrics,
         fallbacks=(),
@@ -149,7 +149,7 @@ CHECKS = (
     ),
     Check(
         name="recipe-cache",
-        assumption="PT_HPU_RECIPE_CACHE_CONFIG in the release's form keeps recipes in a folder",
+        assumption="PT_HPU_RECIPE_CACHE_CONFIG keeps recipes in a folder",
         source="vendor's documentation of runtime variables",
         program=recipe_cache,
         fallbacks=(Fallback("PT_HPU_RECIPE_CACHE_CONFIG", ("",)),),
