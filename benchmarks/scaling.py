@@ -1,5 +1,6 @@
 """Cost model: a step's time by batch size, context and cards, from measured and published numbers.
-Pure arithmetic; prints the tables of docs/scaling.md. Run: python benchmarks/scaling.py
+Pure arithmetic; prints the tables of docs/scaling.md, and the load of a node.
+Run: python benchmarks/scaling.py
 """
 
 import sys
