@@ -1,5 +1,6 @@
 """Cost model: a step's time by batch size, context and cards, from measured and published numbers.
-Pure arithmetic; prints the tables of docs/scaling.md. Run: python benchmarks/scaling.py
+Pure arithmetic; prints the tables of docs/scaling.md, and the load of a node.
+Run: python benchmarks/scaling.py
 """
 
 import sys
@@ -118,38 +119,32 @@ def one_card() -> str:
             steps = [
                 step_ms(card, SMALL, batch, context, passes=passes) for passes in (1, GATHER_PASSES)
             ]
-            cells.append(f"{arithmetic_ms(card, SMALL, batch):.2f}")
             cells.append(" to ".join(f"{step:.1f}" for step in steps))
             cells.append(" to ".join(f"{batch / step * 1e3:,.0f}" for step in reversed(steps)))
-        hosts = [host_ms(cost, batch) for cost in (ENGINE_US, WORKER_US)]
-        lines.append([*cells, *(f"{host:.2f}" for host in hosts)])
+        lines.append(cells)
     head = ["batch", "context"]
     for card in CARDS:
-        head += [f"{card.name}: products", "step", "tokens/s"]
-    return table([*head, "engine", "worker"], lines)
+        head += [f"{card.name}: step", "tokens/s"]
+    return table(head, lines)
 
 
 def several_cards() -> str:
     """Both models, tensor-parallel over the cards of a Gaudi 3 node."""
     card, batch, context = CARDS[1], 256, 1024
     lines = []
-    for name, model, counts in (("8B", SMALL, (1, 2, 4, 8)), ("70B", LARGE, (4, 8))):
+    for name, model, counts in (("8B", SMALL, (1, 8)), ("70B", LARGE, (4, 8))):
         for cards in counts:
             step = step_ms(card, model, batch, context, cards)
             lines.append(
                 [
                     name,
                     f"{cards}",
-                    f"{memory_ms(card, model, batch, context, cards):.1f}",
-                    f"{all_reduce_ms(card, model, batch, cards):.1f}",
                     f"{step:.1f}",
                     f"{batch / step * 1e3:,.0f}",
                     f"{batch / step * 1e3 / cards:,.0f}",
                 ]
             )
-    return table(
-        ["model", "cards", "memory", "all-reduces", "step", "tokens/s", "tokens/s per card"], lines
-    )
+    return table(["model", "cards", "step", "tokens/s", "tokens/s per card"], lines)
 
 
 def one_node() -> str:
@@ -162,7 +157,6 @@ def one_node() -> str:
         lines.append(
             [
                 card.name,
-                f"{tokens_per_s:,.0f}",
                 f"{tokens_per_s / engine:.1%}",
                 f"{tokens_per_s / worker:.1%}",
                 f"{tokens_per_s / API_SERVER_TOKENS:.0%}",
@@ -170,7 +164,7 @@ def one_node() -> str:
                 f"{cards * tokens_per_s * CHUNK_BYTES * 8 / 1e9:.2f}",
             ]
         )
-    head = ["card", "tokens/s per card", "engine's share of a core", "worker's share"]
+    head = ["card", "engine's share of a core", "worker's share"]
     head += ["API server's share", "tokens/s per node", "Gbit/s of streams"]
     return table(head, lines)
 

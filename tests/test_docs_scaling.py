@@ -23,7 +23,6 @@ from benchmarks.scaling import (
     arithmetic_ms,
     host_ms,
     one_card,
-    one_node,
     several_cards,
     weights,
 )
@@ -45,7 +44,7 @@ def measured_us(name: str, pattern: str) -> list[tuple[int, int]]:
     return [(int(batch), sum(map(int, numbers))) for batch, *numbers in found]
 
 
-@pytest.mark.parametrize("table", [one_card, several_cards, one_node])
+@pytest.mark.parametrize("table", [one_card, several_cards])
 def test_the_tables_equal_the_output_of_the_benchmark(table: Callable[[], str]) -> None:
     assert table() in PAGE, "run `python benchmarks/scaling.py`"
 

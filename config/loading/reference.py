@@ -14,7 +14,6 @@ from config.loading.vllm_flags import (
     ABSENT,
     MODEL,
     NUMBER,
-    SHORT_FORMS,
     SWITCHES,
     VALUES,
     short_forms,
@@ -127,17 +126,16 @@ def _vendor_ranges() -> str:
 
 
 def vllm_flags() -> str:
-    """The tables of coming-from-vllm.md."""
-    accepted = [
-        (_flags(names), " or ".join(map(_value, filter(None, values))) or "any", why)
-        for names, values, why in (*VALUES, *SWITCHES)
-    ]
-    absent = [(_flags(names), reason) for names, reason in ABSENT]
-    short = ", ".join(f"`{short}` for `{name}`" for short, name in SHORT_FORMS.items())
+    """The lists of flags of coming-from-vllm.md. The reasons are in a log line and in errors."""
+    accepted: dict[str, list[str]] = {}
+    for names, values, _ in (*VALUES, *SWITCHES):
+        shown = " or ".join(map(_value, filter(None, values))) or "any"
+        accepted.setdefault(shown, []).append(_flags(names))
+    rows = [(shown, ", ".join(flags)) for shown, flags in accepted.items()]
+    absent = ", ".join(_flags(names) for names, _ in ABSENT)
     return (
-        f"### Accepted without effect\n\n{table_of(('flag', 'value', 'why'), accepted)}\n"
-        f"### Not in this version\n\n{table_of(('flag', 'why, and what to use'), absent)}\n"
-        f"### Short forms\n\n{fill(short, 100, break_on_hyphens=False)}.\n\n"
+        f"### Accepted without effect\n\n{table_of(('value', 'flags'), rows)}\n"
+        f"### Not in this version\n\n{fill(absent, 110, break_on_hyphens=False)}.\n\n"
     )
 
 
