@@ -106,7 +106,7 @@ def test_the_navigation_of_the_site_is_the_index() -> None:
     site = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
 
     shown: dict[str, list[str]] = {}
-    for title, page in re.findall(r"^(?:## (.+)|\| .*\]\(([\w-]+\.md)\) \|)$", index, re.M):
+    for title, page in re.findall(r"^(?:## (.+)|\* \[.+\]\(([\w-]+\.md)\):.*)$", index, re.M):
         if title:
             shown[title] = []
         elif page:
