@@ -106,7 +106,7 @@ def test_the_navigation_of_the_site_is_the_index() -> None:
     site = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
 
     shown: dict[str, list[str]] = {}
-    for title, page in re.findall(r"^(?:## (.+)|\| .*\]\(([\w-]+\.md)\) \|)$", index, re.M):
+    for title, page in re.findall(r"^(?:## (.+)|\* \[.+\]\(([\w-]+\.md)\):.*)$", index, re.M):
         if title:
             shown[title] = []
         elif page:
@@ -186,19 +186,32 @@ def test_a_broken_table_is_found() -> None:
 
 
 def values_of_flags() -> list[tuple[str, str]]:
-    """(flag, value) of each row of a table whose first column has the values of a flag."""
+    """(flag, value) of each row of a table whose first column has the values of a flag, and of each
+    item of a list after a paragraph that begins with the flag and ends with a colon."""
     table = re.compile(r"^\| `(--[\w-]+)` \|.*\n\|[-:| ]+\|\n((?:\|.*\n)+)", re.MULTILINE)
+    items = re.compile(r"^`(--[\w-]+)`(?:.+\n)*.*:\n\n((?:(?:\*| ) .*\n)+)", re.MULTILINE)
+    texts = [prose(page) for page in PAGES]
+    rows = [
+        (flag, row.split(" | ")[0])
+        for text in texts
+        for flag, found in table.findall(text)
+        for row in found.splitlines()
+    ]
+    rows += [
+        (flag, row.split(": ")[0])
+        for text in texts
+        for flag, found in items.findall(text)
+        for row in re.findall(r"^\* .*", found, re.MULTILINE)
+    ]
     return [
         (flag, value)
-        for page in PAGES
-        for flag, rows in table.findall(prose(page))
-        for row in rows.splitlines()
-        for value in re.findall(r"`([^`]+)`", row.split(" | ")[0])
+        for flag, cell in rows
+        for value in re.findall(r"`([^`]+)`", cell)
         if not value.startswith(("VLLM_", "--"))
     ]
 
 
-def test_values_in_tables_of_flags_are_choices_of_the_flags() -> None:
+def test_values_in_tables_and_lists_of_flags_are_choices_of_the_flags() -> None:
     choices = {
         f"--{name}": (*flag.setting.choices, *PARSER_NAMES.get(flag.key, ()))
         for flag in FLAGS

@@ -193,39 +193,39 @@ def test_limits_of_the_page_equal_the_code(row: str) -> None:
 @pytest.mark.parametrize(
     "row",
     [
-        f"| pixels of an image or a frame | {decode.MAX_PIXELS:,}, and {decode.MAX_SIDE:,} on a "
+        f"* pixels of an image or a frame: {decode.MAX_PIXELS:,}, and {decode.MAX_SIDE:,} on a "
         f"side; an image of more than {decode.KEPT_PIXELS:,} is scaled",
-        f"| ratio of the sides of an image | {image_processor.MAX_RATIO} |",
-        f"| scans of a progressive JPEG | {file_checks.MAX_SCANNED_PIXELS:,} pixels",
-        f"| pixels of a BMP with run lengths | {file_checks.MAX_RUN_LENGTH_PIXELS:,} |",
-        f"| chunks of a PNG | {file_checks.MAX_CHUNKS:,}, of them one colour profile",
-        f"| EXIF data of an image | {file_checks.MAX_EXIF_BYTES:,} bytes",
-        f"| pixels of the frames of a video together | {video.MAX_VIDEO_PIXELS:,} |",
-        f"| frames of a video | {video.MAX_FRAMES} |",
-        "| frames of an animation, unused frames included | "
+        f"* ratio of the sides of an image: {image_processor.MAX_RATIO} *",
+        f"* scans of a progressive JPEG: {file_checks.MAX_SCANNED_PIXELS:,} pixels",
+        f"* pixels of a BMP with run lengths: {file_checks.MAX_RUN_LENGTH_PIXELS:,} *",
+        f"* chunks of a PNG: {file_checks.MAX_CHUNKS:,}, of them one colour profile",
+        f"* EXIF data of an image: {file_checks.MAX_EXIF_BYTES:,} bytes",
+        f"* pixels of the frames of a video together: {video.MAX_VIDEO_PIXELS:,} *",
+        f"* frames of a video: {video.MAX_FRAMES} *",
+        "* frames of an animation, unused frames included: "
         f"{video.MAX_ANIMATION_FRAMES:,}, and {video.MAX_ANIMATION_PIXELS:,} pixels",
-        f"| decoding and preprocessing an image | {processor.IMAGE_LIMITS.cpu_s:g} s of processor "
+        f"* decoding and preprocessing an image: {processor.IMAGE_LIMITS.cpu_s:g} s of processor "
         f"time, {processor.IMAGE_LIMITS.wall_s:g} s in all, "
         f"{processor.IMAGE_LIMITS.memory_bytes // GIB} GiB",
-        f"| decoding and preprocessing a video | {processor.VIDEO_LIMITS.cpu_s:g} s of processor "
+        f"* decoding and preprocessing a video: {processor.VIDEO_LIMITS.cpu_s:g} s of processor "
         f"time, {processor.VIDEO_LIMITS.wall_s:g} s in all, "
         f"{processor.VIDEO_LIMITS.memory_bytes // GIB} GiB",
-        f"| images that an API server processes at once | {processor.MAX_RUNNING}, of them "
+        f"* images that an API server processes at once: {processor.MAX_RUNNING}, of them "
         f"{processor.MAX_RUNNING_PER_CLIENT} of a client",
-        f"| images that wait to be processed | {processor.MAX_PENDING}, and "
+        f"* images that wait to be processed: {processor.MAX_PENDING}, and "
         f"{processor.MAX_PENDING_BYTES // GIB} GiB",
-        f"| fetches at once | {fetch.MAX_FETCHES}, of them {fetch.MAX_FETCHES_PER_CLIENT} of a "
+        f"* fetches at once: {fetch.MAX_FETCHES}, of them {fetch.MAX_FETCHES_PER_CLIENT} of a "
         f"client; {fetch.MAX_WAITING_FETCHES} wait",
-        f"| look-ups of host names at once | {fetch.MAX_LOOKUPS}, of them "
+        f"* look-ups of host names at once: {fetch.MAX_LOOKUPS}, of them "
         f"{fetch.MAX_LOOKUPS_PER_CLIENT} of a client; {fetch.MAX_WAITING_FETCHES} wait",
-        f"| headers of a response to a fetch | {fetch.MAX_HEADER_BYTES // KIB} KiB, and "
+        f"* headers of a response to a fetch: {fetch.MAX_HEADER_BYTES // KIB} KiB, and "
         f"{fetch.MAX_INTERIM_RESPONSES} interim responses",
-        f"{DEFAULTS.max_images} and {DEFAULTS.max_videos} unless set; 0: none |",
-        f"| bytes of an image or a video | {fetch.MAX_IMAGE_BYTES // MIB} MiB, "
-        f"{fetch.MAX_VIDEO_BYTES // MIB} MiB |",
+        f"{DEFAULTS.max_images} and {DEFAULTS.max_videos} unless set; 0: none *",
+        f"* bytes of an image or a video: {fetch.MAX_IMAGE_BYTES // MIB} MiB, "
+        f"{fetch.MAX_VIDEO_BYTES // MIB} MiB *",
         f"`--image-fetch-timeout` ({DEFAULTS.image_fetch_timeout_s:g}) or `--video-fetch-timeout` "
         f"({DEFAULTS.video_fetch_timeout_s:g}) seconds",
-        f"| pieces of a fetched body | {fetch.FREE_PIECES}, plus 1 for each "
+        f"* pieces of a fetched body: {fetch.FREE_PIECES}, plus 1 for each "
         f"{fetch.MIN_PIECE_BYTES} bytes",
     ],
 )

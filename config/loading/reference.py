@@ -1,5 +1,5 @@
-"""Generates the lists of configuration.md and the tables of hpu-flags.md, coming-from-vllm.md and
-models.md in docs/: `python -m config.loading.reference`."""
+"""Generates the lists of configuration.md and models.md, and the tables of hpu-flags.md and
+coming-from-vllm.md in docs/: `python -m config.loading.reference`."""
 
 import re
 import sys
@@ -140,29 +140,29 @@ def vllm_flags() -> str:
 
 
 def models() -> str:
-    """The tables and the list of models.md."""
-    heads = ("models", "architecture", "in GGUF", "limits")
+    """The lists of models.md."""
     in_gguf = {
         name: stored for stored, gguf in GGUF_FAMILIES.items() for name in (gguf.name, *gguf.others)
     }
-    dense: list[tuple[str, ...]] = []
-    experts: list[tuple[str, ...]] = []
+    dense: list[str] = []
+    experts: list[str] = []
     for name, family in ARCHITECTURES.items():
-        gguf = f"`{in_gguf[name]}`" if name in in_gguf else ""
-        rows = experts if family.moe else dense
-        rows.append((family.models, f"`{name}`", gguf, family.limits))
+        names = f"`{name}`, `{in_gguf[name]}`" if name in in_gguf else f"`{name}`"
+        limits = f"; {family.limits}" if family.limits else ""
+        lines = experts if family.moe else dense
+        lines.append(f"* {family.models}: {names}{limits}\n")
     whole = fill(listed(sorted(WHOLE_MODELS)), 110, break_on_hyphens=False)
     return (
-        f"### Dense models\n\n{table_of(heads, _by_model(dense))}\n"
-        f"### Mixtures of experts\n\n{table_of(heads, _by_model(experts))}\n"
+        f"### Dense models\n\n{_by_model(dense)}\n"
+        f"### Mixtures of experts\n\n{_by_model(experts)}\n"
         f"### Models with images or audio\n\nAt least the text model of these architectures is "
         f"served; [vision models](vision-models.md) says which\ntake images.\n\n{whole}.\n\n"
     )
 
 
-def _by_model(rows: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """The rows in alphabetical order of the models' names."""
-    return sorted(rows, key=lambda row: row[0].removeprefix("the text model of ").lower())
+def _by_model(lines: Iterable[str]) -> str:
+    """The lines in alphabetical order of the models' names."""
+    return "".join(sorted(lines, key=str.lower))
 
 
 def _flags(names: str) -> str:

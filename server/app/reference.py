@@ -1,5 +1,5 @@
-"""Generates the lists of docs/api-fields.md from the schemas, and the tables of docs/tools.md from
-the parsers and of docs/selftest.md from the checks: `python -m server.app.reference`.
+"""Generates the lists of docs/api-fields.md from the schemas, the lists of docs/tools.md from the
+parsers, and the table of docs/selftest.md from the checks: `python -m server.app.reference`.
 
 The text of the pages is written by hand. In api-fields.md, the lists of a body are between two
 comments, and the first comment names the body. `beyond BODY`: fields that BODY has with the same
@@ -184,9 +184,9 @@ def type_of(schema: Mapping[str, Any]) -> str:
 
 
 def with_parsers(page: str) -> str:
-    """tools.md with its tables regenerated."""
+    """tools.md with its lists regenerated."""
     calls = _parsers("tool-call-parser", "a call, as the model writes it", TOOL_PARSERS.all)
-    thinking = _parsers("reasoning-parser", "reasoning", REASONING_PARSERS.all)
+    thinking = _parsers("reasoning-parser", "the reasoning", REASONING_PARSERS.all)
     return with_text(page, f"{calls}\n{thinking}\n")
 
 
@@ -194,8 +194,8 @@ def _parsers(flag: str, head: str, parsers: Mapping[str, ParserKind[object]]) ->
     names: dict[str, list[str]] = {}
     for parser in sorted(distinct(parsers), key=lambda parser: parser.names):
         names.setdefault(parser.example, []).extend(parser.names)
-    rows = [(listed(found), example) for example, found in names.items()]
-    return table_of((f"`--{flag}`", head), rows)
+    lines = [f"* {listed(found)}: {example}\n" for example, found in names.items()]
+    return f"`--{flag}`: {head}:\n\n{''.join(lines)}"
 
 
 def with_checks(page: str) -> str:

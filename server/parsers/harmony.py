@@ -196,7 +196,7 @@ TOOL_PARSERS = by_name(
     ParserKind(
         ("openai",),
         HARMONY_TOOL_CALLS,
-        "gpt-oss: a message to `functions.f`; needs the reasoning parser `openai_gptoss` too",
+        "gpt-oss: a message to `functions.f`; needs the reasoning parser `openai_gptoss`",
         marks=("<|constrain|>",),
     ),
 )
@@ -205,8 +205,7 @@ REASONING_PARSERS = by_name(
     ParserKind(
         ("openai_gptoss",),
         HARMONY_REASONING,
-        "gpt-oss: the channel `analysis`, and messages to `assistant`, `python`, `browser` "
-        "and `container`; `final` and `commentary` are the answer",
+        "gpt-oss: the channel `analysis`, and messages to `assistant` or built-in tools",
         marks=("<|constrain|>",),
     ),
 )

@@ -17,7 +17,7 @@ class ParserKind(Generic[F_co]):
     """Values of --tool-call-parser or --reasoning-parser. `auto` selects the first name."""
     format: F_co
     example: str
-    """Example or description of the model output in Markdown, for the table in docs/tools.md."""
+    """Example or description of the model output in Markdown, for the list in docs/tools.md."""
     marks: tuple[str, ...] = ()
     """Substrings of chat templates that identify models with this format."""
     rank: int = 0

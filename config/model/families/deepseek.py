@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeVar
 from config.errors import ConfigError
 from config.model.decoder_spec import DecoderSpec, Family, MLASpec, MoESpec, uniform_layers
 from config.model.families.dense import llama
-from config.model.families.moe import EXPERT_LAYERS, GLM_FIELDS, MTP, listed_expert_layers
+from config.model.families.moe import EXPERT_LAYERS, GLM_FIELDS, listed_expert_layers
 from config.model.json_fields import Fields, shown
 from config.model.model_config import MAX_WIDTH, ModelConfig
 
@@ -146,7 +146,6 @@ FAMILIES: Mapping[str, Family] = {
     "DeepseekV3ForCausalLM": Family(
         _deepseek_v3,
         "DeepSeek-V3, V3.1, R1; Kimi K2, Moonlight",
-        f"{MTP}; experts in FP8 (V3, R1, Kimi K2) are converted to bfloat16 on a CPU",
         renamed=_ROTATED,
         defaults={
             "scoring_func": "sigmoid",

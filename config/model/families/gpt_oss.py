@@ -51,7 +51,6 @@ FAMILIES: Mapping[str, Family] = {
     "GptOssForCausalLM": Family(
         _gpt_oss,
         "gpt-oss-20b, gpt-oss-120b",
-        "experts in MXFP4 are converted to bfloat16 on Gaudi, unless `--native-mxfp4` is on",
         defaults={
             "attention_bias": True,
             "rms_norm_eps": 1e-5,

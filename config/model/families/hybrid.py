@@ -168,7 +168,6 @@ def layers_with_states(
 
 
 NO_PREFIX_CACHING = "no prefix caching"
-_QWEN_LIMITS = f"{NO_PREFIX_CACHING}; no multi-token prediction"
 _QWEN_DEFAULTS = {"partial_rotary_factor": 0.25, "head_dim": 256}
 
 FAMILIES: Mapping[str, Family] = {
@@ -183,21 +182,21 @@ FAMILIES: Mapping[str, Family] = {
     "Qwen3NextForCausalLM": Family(
         _qwen3_next,
         "Qwen3-Next-80B-A3B",
-        _QWEN_LIMITS,
+        NO_PREFIX_CACHING,
         renamed={"num_local_experts": ("num_experts",)},
         defaults={**_QWEN_DEFAULTS, "norm_topk_prob": True},
         moe=QWEN_FIELDS._replace(shared_size="shared_expert_intermediate_size", may_be_none=True),
     ),
     "Qwen3_5ForCausalLM": Family(
         _qwen3_5,
-        "the text model of Qwen3.5 and 3.6, 0.8B to 27B",
-        _QWEN_LIMITS,
+        "Qwen3.5 and 3.6, 0.8B to 27B (text)",
+        NO_PREFIX_CACHING,
         defaults=_QWEN_DEFAULTS,
     ),
     "Qwen3_5MoeForCausalLM": Family(
         _qwen3_5,
-        "the text model of Qwen3.5 and 3.6, 35B-A3B to 397B-A17B",
-        _QWEN_LIMITS,
+        "Qwen3.5 and 3.6, 35B-A3B to 397B-A17B (text)",
+        NO_PREFIX_CACHING,
         renamed={
             "num_local_experts": ("num_experts",),
             "moe_intermediate_size": ("intermediate_size",),

@@ -177,8 +177,7 @@ def _fields(fields: Fields) -> Json:
 
 _FAMILY = Family(
     _minimax_m3,
-    "the text model of MiniMax-M3",
-    "block-sparse attention is computed as dense attention with a mask",
+    "MiniMax-M3 (text)",
     defaults={
         "rope_theta": 5000000.0,
         "head_dim": 128,
@@ -199,6 +198,6 @@ _FAMILY = Family(
 FAMILIES: Mapping[str, Family] = {
     "MiniMaxM3SparseForCausalLM": _FAMILY,
     "MiniMaxM3VLForCausalLM": _FAMILY._replace(
-        make_spec=_in_memory, models="MiniMax-M3's text model, as transformers saves it"
+        make_spec=_in_memory, models="MiniMax-M3 (text), as transformers saves it"
     ),
 }

@@ -35,6 +35,6 @@ def _mllama(config: ModelConfig) -> DecoderSpec:
 
 FAMILIES: Mapping[str, Family] = {
     "MllamaForCausalLM": Family(
-        _mllama, "the text model of Llama 3.2 Vision 11B and 90B", "no pipeline stages"
+        _mllama, "Llama 3.2 Vision 11B and 90B (text)", "no pipeline stages"
     ),
 }

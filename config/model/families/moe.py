@@ -146,9 +146,6 @@ def _minimax_m2(config: ModelConfig) -> DecoderSpec:
     )
 
 
-_NO_MTP = "no multi-token prediction"
-MTP = "multi-token prediction needs the speculation method `mtp` and unquantized weights"
-
 QWEN_FIELDS = MoEFields(
     "num_experts",
     inner_size="moe_intermediate_size",
@@ -224,7 +221,6 @@ FAMILIES: Mapping[str, Family] = {
     "Glm4MoeForCausalLM": Family(
         _glm4_moe,
         "GLM-4.5, GLM-4.5-Air, GLM-4.6, GLM-4.7",
-        MTP,
         defaults={
             "partial_rotary_factor": 0.5,
             "norm_topk_prob": True,
@@ -235,20 +231,20 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "AriaTextForCausalLM": Family(
         _aria,
-        "the text model of Aria 25B-A3.9B",
+        "Aria 25B-A3.9B (text)",
         defaults={"moe_num_experts": 8, "moe_topk": 2, "moe_num_shared_experts": 2},
         moe=MoEFields("moe_num_experts", top_k="moe_topk", num_shared="moe_num_shared_experts"),
     ),
     "Ernie4_5_MoeForCausalLM": Family(
         _ernie_moe,
         "ERNIE-4.5-21B-A3B, 300B-A47B",
-        f"{_NO_MTP}; `use_bias` is refused",
+        "`use_bias` is refused",
         defaults=_ERNIE_DEFAULTS,
         moe=_ERNIE,
     ),
     "Ernie4_5_VLMoeTextForCausalLM": Family(
         _ernie_vl,
-        "the text model of ERNIE-4.5-VL-28B-A3B, VL-424B-A47B",
+        "ERNIE-4.5-VL-28B-A3B, VL-424B-A47B (text)",
         "`use_bias` is refused",
         defaults=_ERNIE_DEFAULTS,
         moe=_ERNIE._replace(expert_layers=EXPERT_LAYERS),
@@ -257,7 +253,6 @@ FAMILIES: Mapping[str, Family] = {
     "MiniMaxM2ForCausalLM": Family(
         _minimax_m2,
         "MiniMax-M2",
-        "the published FP8 experts are converted to bfloat16 on a CPU",
         defaults={"rope_theta": 5000000.0},
         moe=MoEFields("num_local_experts"),
     ),

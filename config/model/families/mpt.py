@@ -69,7 +69,7 @@ def _derived(fields: Fields) -> Mapping[str, Any]:
 _MPT = Family(
     _mpt,
     "MPT 7B, 30B, StoryWriter",
-    "`alibi` must be true; `qk_ln`, `prefix_lm`, `logit_scale` and biases are refused",
+    "with `alibi`; `qk_ln`, `prefix_lm`, `logit_scale`, biases refused",
     renamed={"layer_norm_epsilon": ("rms_norm_eps",)},
     defaults={
         "rms_norm_eps": 1e-5,

@@ -17,7 +17,7 @@ def _qwen3_vl_moe(config: ModelConfig) -> DecoderSpec:
 FAMILIES: Mapping[str, Family] = {
     "Qwen3VLMoeTextForCausalLM": Family(
         _qwen3_vl_moe,
-        "the text model of Qwen3-VL-30B-A3B, Qwen3-VL-235B-A22B",
+        "Qwen3-VL-30B-A3B, Qwen3-VL-235B-A22B (text)",
         renamed={"num_local_experts": ("num_experts",)},
         # The router weights are always normalized to sum 1.
         moe=QWEN_FIELDS._replace(renormalize=""),

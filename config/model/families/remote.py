@@ -127,8 +127,8 @@ FAMILIES: Mapping[str, Family] = {
     "BaiChuanForCausalLM": _BAICHUAN._replace(models="Baichuan 7B and 13B, as first published"),
     "ChatGLMForCausalLM": Family(
         _chatglm,
-        "GLM-4-9B (2024), ChatGLM2 and ChatGLM3, as first published (`ChatGLMModel`)",
-        "`position_encoding_2d` and images are refused",
+        "GLM-4-9B (2024), ChatGLM2 and ChatGLM3, as first published",
+        "also `ChatGLMModel`; `position_encoding_2d` and images are refused",
         renamed={
             "seq_length": ("max_position_embeddings",),
             "layernorm_epsilon": ("rms_norm_eps",),

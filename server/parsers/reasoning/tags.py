@@ -297,8 +297,7 @@ REASONING_PARSERS = by_name(
     ParserKind(
         ("hy_v3",),
         HY3,
-        "`<think>...</think>`, if the answer or the end of the prompt opens it; the tags may "
-        "have the suffix `:opensource`",
+        "`<think>...</think>`, if the answer or the end of the prompt opens it",
         marks=("<arg_key{}>", ":opensource>"),
     ),
     ParserKind(
@@ -315,12 +314,12 @@ REASONING_PARSERS = by_name(
     ParserKind(
         ("minimax_m2_append_think",),
         SHOWN_THINK,
-        "as `minimax_m2`, but the reasoning stays in `content`, between `<think>` and `</think>`",
+        "as `minimax_m2`, but the reasoning stays in `content`, with its tags",
     ),
     ParserKind(
         ("ernie45",),
         ERNIE,
-        "up to `</think>`; the answer is optionally in `<response>...</response>`",
+        "up to `</think>`; the answer may be in `<response>...</response>`",
         marks=("<response>",),
         rank=1,
     ),
@@ -366,35 +365,31 @@ REASONING_PARSERS = by_name(
     ParserKind(
         ("gemma4",),
         GEMMA4,
-        "`<\\|channel>thought ... <channel\\|>`, anywhere in an answer",
+        "`<|channel>thought ... <channel|>`, anywhere in an answer",
         marks=("<|channel>",),
     ),
     ParserKind(
         ("cohere_command3", "cohere_command4"),
         COHERE,
-        "blocks or messages of special tokens, anywhere in an answer; with the tool parser "
-        "of the same name",
+        "special tokens anywhere in an answer; with the tool parser of the same name",
         marks=("<|START_THINKING|>",),
     ),
     ParserKind(
         ("kimi_k3",),
         KIMI_K3,
-        "blocks or messages of special tokens, anywhere in an answer; with the tool parser "
-        "of the same name",
+        "special tokens anywhere in an answer; with the tool parser of the same name",
         marks=("<|open|>",),
     ),
     ParserKind(
         ("inkling",),
         INKLING,
-        "blocks or messages of special tokens, anywhere in an answer; with the tool parser "
-        "of the same name",
+        "special tokens anywhere in an answer; with the tool parser of the same name",
         marks=("<|content_thinking|>",),
     ),
     ParserKind(
         ("muse_glimmer",),
         MUSE_GLIMMER,
-        "blocks or messages of special tokens, anywhere in an answer; with the tool parser "
-        "of the same name",
+        "special tokens anywhere in an answer; with the tool parser of the same name",
         marks=("to=self",),
         rank=1,
     ),

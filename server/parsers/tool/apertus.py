@@ -55,7 +55,7 @@ TOOL_PARSERS = by_name(
     ParserKind(
         ("apertus",),
         APERTUS,
-        '`<\\|tools_prefix\\|>[{"f": {"a": "x"}}]<\\|tools_suffix\\|>`',
+        '`<|tools_prefix|>[{"f":{"a":"x"}}]<|tools_suffix|>`',
         marks=("<|tools_prefix|>",),
     ),
 )

@@ -307,8 +307,7 @@ TOOL_PARSERS = by_name(
         # The second name is the name in vLLM's Gaudi plug-in.
         ("minimax_m3", "minimax_m3_py"),
         MINIMAX_M3,
-        '`<invoke name="f"><a>x</a></invoke>`, with `]<]minimax[>[` before each tag; objects '
-        "and lists are nested tags",
+        '`<invoke name="f"><a>x</a></invoke>`, with `]<]minimax[>[` before each tag',
         marks=("]<]minimax[>[",),
     ),
 )

@@ -172,7 +172,7 @@ TOOL_PARSERS = by_name(
     ParserKind(
         ("gemma4",),
         GEMMA4,
-        '`call:f{a:<\\|"\\|>x<\\|"\\|>,b:1}` between tags',
+        '`call:f{a:<|"|>x<|"|>,b:1}` between tags',
         marks=("<|tool_call>",),
     ),
     ParserKind(

@@ -57,8 +57,7 @@ TOOL_PARSERS = by_name(
     ParserKind(
         ("hy_v3",),
         HY3,
-        "`<tool_call>f<tool_sep><arg_key>a</arg_key><arg_value>x</arg_value></tool_call>`; "
-        "the tags may have the suffix `:opensource`",
+        "`<tool_call>f<tool_sep><arg_key>a</arg_key><arg_value>x</arg_value></tool_call>`",
         marks=("<arg_key{}>", ":opensource>"),
     ),
 )

@@ -195,15 +195,13 @@ TOOL_PARSERS = by_name(
     ParserKind(
         ("minicpm5",),
         MINICPM5,
-        '`<function name="f"><param name="a">x</param></function>`, of the request\'s '
-        "functions only",
+        '`<function name="f"><param name="a">x</param></function>`',
         marks=("<function name=",),
     ),
     ParserKind(
         ("kimi_k3",),
         KIMI_K3,
-        "`call` and `argument` tags of `<\\|open\\|>`, `<\\|close\\|>` and `<\\|sep\\|>`; an "
-        "argument has its type",
+        "`call` and `argument` tags of `<|open|>`, `<|close|>` and `<|sep|>`",
         marks=("<|open|>",),
     ),
     ParserKind(
@@ -230,8 +228,8 @@ TOOL_PARSERS = by_name(
     ParserKind(
         ("solar_open2",),
         SOLAR_OPEN2,
-        "`<\\|tool_call:start\\|>f`, then `<\\|tool_arg:start\\|>a<\\|tool_arg:value\\|>"
-        "x<\\|tool_arg:end\\|>` for each argument, then `<\\|tool_call:end\\|>`",
+        "`<|tool_call:start|>f<|tool_arg:start|>a<|tool_arg:value|>x"
+        "<|tool_arg:end|><|tool_call:end|>`",
         marks=("<|tool_call:start|>",),
     ),
 )

@@ -20,7 +20,7 @@ def test_the_generated_tables_of_a_page_are_current(name: str) -> None:
 
 def test_the_models_page_lists_as_many_architectures_as_the_error_states() -> None:
     tables = PAGES["models.md"]()
-    in_tables = re.findall(r"^\| [^|]+ \| `(\w+)` \|", tables, re.MULTILINE)
+    in_tables = re.findall(r"^\* [^`]+: `(\w+)`", tables, re.MULTILINE)
     listed = re.findall(r"`(\w+)`", tables.rpartition("take images.")[2])
     names = {*in_tables, *listed}
 
