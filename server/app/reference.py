@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
-from config.loading.reference import DOCS, list_of, listed, table_of, with_text
+from config.loading.reference import DOCS, list_of, listed, with_text
 from engine.selftest.fallbacks import checks_by_fallback
 from server.app.field_docs import add_descriptions
 from server.app.openapi import BODIES
