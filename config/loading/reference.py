@@ -9,7 +9,7 @@ from textwrap import fill
 
 from config.checkpoint.gguf_families import FAMILIES as GGUF_FAMILIES
 from config.loading.flags import FILE_FLAGS, FLAGS, GROUPS, Flag
-from config.loading.vendor_variables import REASONS, vendor_variables
+from config.loading.vendor_variables import REASONS, VendorVariable, vendor_variables
 from config.loading.vllm_flags import (
     ABSENT,
     MODEL,
@@ -91,12 +91,13 @@ def _vendor_names() -> set[str]:
 def variables() -> str:
     """The lists and the table of hpu-flags.md."""
     read = [
-        f"`{variable.name}` ({variable.default}): {_flag_of(*variable.flag)}"
+        f"`{variable.name}`{_default(variable)}: {_flag_of(*variable.flag)}"
         for variable in vendor_variables()
         if variable.flag and not _VENDOR_LIMIT.fullmatch(variable.name)
     ]
     parts = [
-        f"## Variables that set a flag\n\nvLLM's default is in brackets.\n\n{list_of(read)}\n",
+        f"## Variables that set a flag\n\nvLLM's default is in brackets, unless it is off.\n\n"
+        f"{list_of(read)}\n",
         f"## Variables of bucket ranges\n\nThe cells are vLLM's defaults.\n\n{_vendor_ranges()}\n",
         "## Variables without a flag\n\n",
     ]
@@ -109,6 +110,10 @@ def variables() -> str:
         unread = [f"{listed(equal)}: {text}" for text, equal in names.items()]
         parts.append(f"### {word.capitalize()}\n\n{list_of(unread)}\n")
     return "".join(parts)
+
+
+def _default(variable: VendorVariable) -> str:
+    return "" if variable.default in ("false", "0", "unset") else f" ({variable.default})"
 
 
 def _flag_of(flag: Flag, name: str) -> str:
