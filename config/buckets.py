@@ -87,7 +87,7 @@ class BucketConfig:
     num_graphs: int | None = setting(
         None,
         "Maximum buckets of strategy 'fitted'; auto: 13 for each doubling of a full "
-        "context's blocks, at most as many as exponential-v3",
+        "context's blocks, not above exponential-v3",
         name="bucketing-graphs",
         minimum=2,
     )

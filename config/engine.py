@@ -67,8 +67,8 @@ class CacheConfig:
     )
     cross_attention_images: int = setting(
         1,
-        "Maximum images of a request with cross attention (Llama 3.2 Vision), in memory "
-        "for up to 16 requests",
+        "Maximum images of a request with cross attention (Llama 3.2 Vision); memory is "
+        "reserved for up to 16 requests",
         minimum=1,
         maximum=64,
     )
@@ -82,7 +82,7 @@ class CacheConfig:
     )
     calculate_kv_scales: bool = setting(
         False,
-        "Calculate the scales of an FP8 KV cache at start from random tokens",
+        "Calculate the scales of an FP8 KV cache from random tokens",
     )
 
     def __post_init__(self) -> None:
@@ -126,7 +126,7 @@ class SchedulerConfig:
     )
     merged_prefill: bool = setting(
         False,
-        "Put the prompts of a launch into one row, on HPU: less padding, more attention",
+        "HPU: put the prompts of a launch into one row, with less padding and more attention",
         name="use-merged-prefill",
         variables=("VLLM_MERGED_PREFILL",),
     )
@@ -215,14 +215,14 @@ class EngineConfig:
 
     model: str = field(
         metadata=metadata(
-            "Model folder, .gguf file or Hugging Face id; also the first argument",
+            "Model folder, .gguf file or Hugging Face id",
             metavar="MODEL",
         )
     )
     revision: str | None = setting(None, "Branch, tag or commit of a Hugging Face model")
     download_dir: str | None = setting(
         None,
-        "Folder for models of the Hugging Face hub; none: the hub's cache (HF_HOME)",
+        "Folder for downloaded models; none: the hub's cache (HF_HOME)",
         metavar="DIR",
     )
     dtype: str = setting(
@@ -233,7 +233,7 @@ class EngineConfig:
     )
     hf_overrides: str = setting(
         "",
-        'Fields of config.json to replace, as JSON: {"max_position_embeddings": 8192}',
+        'Fields of config.json to replace: {"max_position_embeddings": 8192}',
         metavar="JSON",
     )
     max_model_len: int | None = setting(
@@ -254,13 +254,13 @@ class EngineConfig:
     )
     handle_topk_duplicates: bool = setting(
         True,
-        "Keep all tokens that tie with the k-th of top_k; off: exactly k tokens, by another sort",
+        "Keep all tokens that tie with the k-th of top_k; off: exactly k tokens",
         variables=("VLLM_HANDLE_TOPK_DUPLICATES",),
     )
     model_impl: str = setting(
         AUTO,
-        "Code of the model: gaudiserve's (native) or transformers; auto: native if it "
-        "has the architecture",
+        "Code of the model: from gaudiserve (native) or transformers; auto: native if "
+        "it has the architecture",
         choices=MODEL_IMPLS,
         spellings={"vllm": NATIVE},
     )
@@ -281,13 +281,13 @@ class EngineConfig:
     )
     convert: str = setting(
         "auto",
-        "Use a language model for embeddings: always (embed), never (none), or if "
-        "--runner or the checkpoint selects pooling (auto)",
+        "Use a language model for embeddings: always (embed), never (none), or by "
+        "--runner or the checkpoint (auto)",
         choices=("auto", "none", "embed"),
     )
     pooler_config: str = setting(
         "",
-        'Pooling options as JSON: {"pooling_type": "MEAN", "normalize": true}',
+        'Pooling options: {"pooling_type": "MEAN", "normalize": true}',
         metavar="JSON",
         aliases=("override-pooler-config",),
     )
@@ -317,7 +317,7 @@ class EngineConfig:
     )
     num_threads: int | None = setting(
         None,
-        "Compute threads of a worker on CPU; auto: the available cores, divided among workers",
+        "Compute threads of a worker on CPU; auto: its part of the available cores",
         group="Device",
         variables=("OMP_NUM_THREADS",),
         minimum=1,
@@ -338,8 +338,8 @@ class EngineConfig:
     quantization: str | None = setting(
         None,
         "Weight quantization; none: the checkpoint's. Plain weights are quantized while loading by "
-        f"{' and '.join(SCHEMES_AT_LOAD)}, on CPU also by int8 (a scale per output), int4 (groups "
-        "of 32 inputs) and gguf, on Gaudi by inc (--quant-config)",
+        f"{' and '.join(SCHEMES_AT_LOAD)}, on CPU also by int8, int4 and gguf, on Gaudi by inc "
+        "(--quant-config)",
         group="Device",
         choices=(*OF_CHECKPOINTS, *KERNELS, *AT_LOAD, INC),
         spellings={

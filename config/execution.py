@@ -128,8 +128,7 @@ class ExecutionConfig:
     )
     contiguous_pa: bool | None = setting(
         None,
-        "Read the KV cache in decodes as one slice instead of gathering blocks; auto: "
-        "where faster, without prefix caching",
+        "Read the KV cache in decodes as one slice; auto: where faster, without prefix caching",
         variables=("VLLM_CONTIGUOUS_PA",),
     )
     defrag_threshold: int = setting(
@@ -156,8 +155,8 @@ class ExecutionConfig:
     )
     convert_to_fp8uz: bool = setting(
         True,
-        "Gaudi 2: halve FP8 weights and double their scales while loading; off: for a "
-        "checkpoint that is converted",
+        "Gaudi 2: halve FP8 weights and double their scales while loading; off: for "
+        "converted checkpoints",
         variables=("VLLM_SCALE_ADJUSTMENT", "VLLM_HPU_CONVERT_TO_FP8UZ"),
     )
     disable_mark_scales_as_const: bool = setting(
@@ -185,7 +184,7 @@ class ExecutionConfig:
     )
     fused_block_softmax: bool = setting(
         True,
-        "Use the vendor's kernel for block weights in decodes, if the card has it",
+        "Use the vendor's kernel for block weights in decodes, if present",
         variables=("VLLM_FUSED_BLOCK_SOFTMAX_ADJUSTMENT",),
     )
     fused_norm_rope: bool = setting(True, "Use the vendor's kernels for norms and rotary embedding")
@@ -392,8 +391,8 @@ class WarmupConfig:
     )
     on_unwarmed_shape: str = setting(
         "run",
-        "What to do with a new shape: compile it (run), pad it to a prepared shape "
-        "(pad), or reject its requests (reject)",
+        "For a new shape: compile it (run), pad it to a prepared shape (pad), or reject "
+        "its requests (reject)",
         choices=("run", "pad", "reject"),
     )
     graph_memory_fraction: float = setting(
@@ -413,7 +412,7 @@ class WarmupConfig:
     )
     prompt_order: str = setting(
         "traffic",
-        "Buckets that are captured first: the most used (traffic), or in the order of vllm-gaudi "
+        "Buckets captured first: the most used (traffic), or in the order of vllm-gaudi "
         "(min_tokens, max_bs)",
         name="graph-prompt-strategy",
         variables=("VLLM_GRAPH_PROMPT_STRATEGY",),
@@ -421,7 +420,7 @@ class WarmupConfig:
     )
     decode_order: str = setting(
         "traffic",
-        "Buckets that are captured first: the most used (traffic), or in the order of vllm-gaudi "
+        "Buckets captured first: the most used (traffic), or in the order of vllm-gaudi "
         "(min_tokens, max_bs)",
         name="graph-decode-strategy",
         variables=("VLLM_GRAPH_DECODE_STRATEGY",),

@@ -26,7 +26,7 @@ class ParallelConfig:
     )
     mm_encoder_tp_mode: str = setting(
         "replicated",
-        "Whether each tensor-parallel device encodes all images (replicated) or a part (data)",
+        "Whether tensor-parallel devices encode all images each (replicated) or a part each (data)",
         choices=("replicated", DATA, "weights"),
     )
     compare_ranks: bool = setting(

@@ -72,7 +72,7 @@ class ServerConfig:
     )
     api_key_file: str = setting(
         "",
-        "File of more API keys, one per line; # begins a comment",
+        "File of API keys, one per line; # begins a comment",
         metavar="FILE",
     )
     cache_salt_per_key: bool = setting(
@@ -151,7 +151,7 @@ class ServerConfig:
     )
     stream_interval: int = setting(
         1,
-        "Minimum tokens of a streamed chunk, except the first and the last",
+        "Minimum tokens of a streamed chunk, except first and last",
         minimum=1,
     )
     keep_alive_s: float = setting(
@@ -184,7 +184,7 @@ class ServerConfig:
     enable_docs: bool = setting(
         True, "Serve /docs and /openapi.json", switches={"disable-fastapi-docs": (False, True)}
     )
-    enable_page: bool = setting(True, "Serve the web page at /, with a chat and metrics")
+    enable_page: bool = setting(True, "Serve the web page at /")
     allow_runtime_lora_updating: bool = setting(
         False,
         "Serve /v1/load_lora_adapter and /v1/unload_lora_adapter; needs --api-key, "
@@ -215,7 +215,7 @@ class ServerConfig:
     )
     default_chat_template_kwargs: str = setting(
         "",
-        'Variables of chat templates as JSON: {"enable_thinking": false}',
+        'Variables of chat templates: {"enable_thinking": false}',
         metavar="JSON",
         group="Text",
     )
@@ -236,8 +236,8 @@ class ServerConfig:
     )
     override_generation_config: str = setting(
         "",
-        'Default sampling parameters as JSON: {"temperature": 0.5}; max_new_tokens '
-        "limits every output, max_tokens only outputs without a limit",
+        'Default sampling parameters: {"temperature": 0.5}; max_new_tokens limits every '
+        "output, max_tokens only outputs without a limit",
         metavar="JSON",
         group="Text",
     )
@@ -272,8 +272,8 @@ class ServerConfig:
     )
     tool_template: str = setting(
         "auto",
-        "How to serve tools if the chat template does not render them: as text in the "
-        "system message (auto), or with a 400 (none)",
+        "Tools with a chat template that does not render them: as text in the system "
+        "message (auto), or a 400 (none)",
         group="Text",
         choices=TOOL_TEMPLATES,
     )
@@ -330,14 +330,14 @@ class ServerConfig:
     )
     media_io_kwargs: str = setting(
         "",
-        'Frames of a video as JSON: {"video": {"num_frames": 32, "fps": 2}}; fps: maximum per '
+        'Frames of a video: {"video": {"num_frames": 32, "fps": 2}}; fps: maximum per '
         f"second; num_frames -1: all, up to {MAX_FRAMES}",
         metavar="JSON",
         group="Images",
     )
     mm_processor_kwargs: str = setting(
         "",
-        'Arguments of the image processor as JSON: {"max_pixels": 1003520}',
+        'Arguments of the image processor: {"max_pixels": 1003520}',
         metavar="JSON",
         group="Images",
     )

@@ -29,11 +29,9 @@ from server.multimodal import decode, fetch, file_checks, image_processor, proce
 from server.openai.responses import chat_request as responses
 from server.openai.responses import store as stored
 from server.openai.schema.chat import MAX_ECHO_CHARACTERS
-from server.openai.schema.completions import MAX_PROMPTS
 from server.openai.schema.generation import MAX_STOP_CHARACTERS
 from server.parsers.tool import argument_types, structural_tag
 from server.pooling import scores
-from server.pooling.schema import MAX_INPUTS
 from server.process import api_server, open_files
 from server.serving import job, prompts
 from server.text import bounded_encoder, isolated_template, long_texts, messages, sandbox
@@ -84,8 +82,8 @@ def isolation(limits: compilation.Limits) -> str:
         f"* body: {DEFAULTS.max_body_bytes // MIB} MiB, then 413",
         f"* bodies received at once: {body.MAX_BUFFERED_BODIES} times the largest size "
         f"in total, then 503; {body.MAX_SMALL_BODIES * body.LARGE_BODY_BYTES // MIB} MiB more for "
-        f"bodies of at most {body.LARGE_BODY_BYTES // MIB} MiB; up to "
-        f"{held_bodies.MAX_OVERCOMMIT} times as much only for a client",
+        f"bodies of at most {body.LARGE_BODY_BYTES // MIB} MiB; shared, up to "
+        f"{held_bodies.MAX_OVERCOMMIT} times as much",
         f"further bodies wait up to {held_bodies.MAX_WAIT_S:g} s, then 503, and at most "
         f"{held_bodies.MAX_WAITING:,} of a client wait",
         f"* connections that receive stored streams: {stored.MAX_FOLLOWERS_PER_RESPONSE} for a "
@@ -239,10 +237,6 @@ def test_limits_of_images_equal_the_code(row: str) -> None:
         f"* messages or items: {bounds.MAX_MESSAGES:,} *",
         f"* parts of a message, `documents` of a chat: {bounds.MAX_PARTS:,} *",
         f"* parts of a message, `documents` of a chat: {bounds.MAX_DOCUMENTS:,} *",
-        f"* prompts of a completion: {MAX_PROMPTS:,} *",
-        f"* texts to embed, score, classify or rerank: {MAX_INPUTS:,} *",
-        f"* `stop` strings: {DEFAULTS.max_stop_strings} (`--max-stop-strings`), each of "
-        f"{MAX_STOP_CHARACTERS:,} characters *",
         f"* tools: {bounds.MAX_TOOLS:,} *",
         f"* a text: {json_decoder.MAX_TEXT_BYTES // MIB} MiB of memory;",
         f"* a text that is only counted or converted: {prompts.COUNTED_CONTEXTS} contexts or "

@@ -54,8 +54,8 @@ def _setting(flag: Flag) -> tuple[str, str]:
     names = [f"--{name}" for name in (flag.key, *setting.aliases)]
     names[1:1] = short_forms([f"--{name}" for name in flag.names])
     others = [value for value in setting.choices if value != flag.shown_default]
-    is_off = flag.shown_default in ("", "none", "off") and not others
-    values = "" if is_off else f"`{flag.shown_default}`"
+    is_absent = flag.shown_default in ("", "none", "off", "auto") and not others
+    values = "" if is_absent else f"`{flag.shown_default}`"
     if others and flag.key not in _PARSERS:
         values += f"; {listed(others)}"
     text = setting.help
@@ -69,7 +69,7 @@ def _setting(flag: Flag) -> tuple[str, str]:
 
 
 def _ranges() -> Iterator[tuple[str, str]]:
-    """For each bucket range the flags of its limits; their default and help."""
+    """For each bucket range the flags of its limits, and their help. The default is auto."""
     limits: dict[str, list[Flag]] = {}
     for flag in FLAGS:
         if found := _LIMIT.fullmatch(flag.key):
@@ -81,7 +81,7 @@ def _ranges() -> Iterator[tuple[str, str]]:
             text += f"; also `--{smallest.names[1]}` and so on"
         endings = [f"`-{flag.key.removeprefix(f'{stem}-')}`" for flag in flags[1:]]
         names = ", ".join([f"`--{smallest.key}`", *endings])
-        yield names, f" (`{smallest.shown_default}`): {text}"
+        yield names, f": {text}"
 
 
 def _vendor_names() -> set[str]:

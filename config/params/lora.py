@@ -43,7 +43,7 @@ class LoRAConfig:
     )
     default_mm_loras: str = setting(
         "",
-        'Adapter for requests with images that name no adapter, as JSON: {"image": '
+        'Adapter for requests with images that name no adapter: {"image": '
         '"/models/phi-4/vision-lora"}',
         metavar="JSON",
     )
@@ -60,8 +60,8 @@ class LoRAConfig:
     )
     fully_sharded_loras: bool = setting(
         False,
-        "Divide both matrices of adapters among tensor-parallel ranks: less memory, a "
-        "collective more per layer",
+        "Divide both matrices of adapters among tensor-parallel ranks: less memory, "
+        "another collective per layer",
     )
     lora_extra_targets: tuple[str, ...] = setting(
         (AUTO,),

@@ -14,12 +14,12 @@ class OffloadConfig:
 
     swap_space: float = setting(
         0.0,
-        "GiB of host memory per device for KV blocks of preempted requests; 0: recompute them",
+        "GiB of host memory per device for KV blocks of preempted requests",
         minimum=0,
     )
     kv_offloading_size: float = setting(
         0.0,
-        "GiB of host memory per engine for evicted and preempted KV blocks; 0: recompute them",
+        "GiB of host memory per engine for evicted and preempted KV blocks",
         minimum=0,
     )
     kv_offloading_backend: str = setting(

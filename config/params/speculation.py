@@ -35,8 +35,8 @@ class SpeculationConfig:
 
     speculative_config: str | None = setting(
         None,
-        'Speculative decoding as JSON: {"method": "ngram", "num_speculative_tokens": '
-        "5}; docs/speculation.md has the methods",
+        'Speculative decoding: {"method": "ngram", "num_speculative_tokens": 5}; '
+        "docs/speculation.md has the methods",
         metavar="JSON",
     )
     speculative_model: str | None = setting(

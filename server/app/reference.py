@@ -162,24 +162,24 @@ def _items(rows: Rows) -> str:
 
 
 def type_of(schema: Mapping[str, Any]) -> str:
-    """Short description of a JSON schema. null is omitted, since every optional field accepts
-    it."""
+    """Short description of a JSON schema, as a type of TypeScript. null is omitted, since every
+    optional field accepts it."""
     if "$ref" in schema:
         return f"`{schema['$ref'].rsplit('/', 1)[1]}`"
     if "enum" in schema:
-        return ", ".join(f"`{value}`" for value in schema["enum"])
+        return "|".join(f"`{value}`" for value in schema["enum"])
     if "const" in schema:
         return f"`{schema['const']}`"
     options = schema.get("anyOf") or schema.get("oneOf") or schema.get("allOf")
     if options:
         words = [type_of(option) for option in options if option.get("type") != "null"]
-        return " or ".join(dict.fromkeys(words))
+        return "|".join(dict.fromkeys(words))
     kind = schema.get("type", "any")
     if isinstance(kind, list):
-        return " or ".join(name for name in kind if name != "null")
+        return "|".join(name for name in kind if name != "null")
     if kind == "array":
         entries = type_of(schema.get("items") or {})
-        return f"{entries}[]" if re.fullmatch(r"[\w\[\]]+", entries) else f"list of {entries}"
+        return f"({entries})[]" if "|" in entries else f"{entries}[]"
     return str(kind)
 
 

@@ -104,8 +104,8 @@ async def test_every_route_is_documented() -> None:
         ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "string"),
         ({"type": ["integer", "null"]}, "integer"),
         ({"type": "array", "items": {"type": "array"}}, "any[][]"),
-        ({"type": "array", "items": {"enum": ["a", "b"]}}, "list of `a`, `b`"),
-        ({"anyOf": [{"$ref": "#/components/schemas/A"}, {"const": "b"}]}, "`A` or `b`"),
+        ({"type": "array", "items": {"enum": ["a", "b"]}}, "(`a`|`b`)[]"),
+        ({"anyOf": [{"$ref": "#/components/schemas/A"}, {"const": "b"}]}, "`A`|`b`"),
         ({}, "any"),
     ],
 )
