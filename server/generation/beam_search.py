@@ -6,7 +6,7 @@ engine queues these requests before new requests of the same priority.
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -19,7 +19,7 @@ from config.params.token_ids import token_array
 from engine.client.output_queue import Update
 from engine.client.request_limits import DEFAULT_TERMS, RequestTerms
 from engine.transport.messages import UNSENT, AddRequest, Finish
-from server.generation.logprobs import PositionLogprobs, PromptLogprobs
+from server.generation.logprobs import PositionLogprobs, PromptLogprobs, TokenLogprob
 from server.generation.outputs import Delta, Prompt, Timing
 from server.generation.pipeline import (
     TOKENS_PER_SEQUENCE,
@@ -30,23 +30,50 @@ from server.generation.pipeline import (
 from server.generation.sequence import Sequence
 from server.generation.validation import check_comparable
 
+TOKEN_TYPE = np.dtype("<u4")
+"""Type of token ids in AddRequest.prompt."""
+KeptLogprobs = tuple[PositionLogprobs, "KeptLogprobs"] | tuple[()]
+"""Log-probabilities of the last token, then of the tokens before; empty before the first token."""
+
 
 @dataclass(frozen=True, slots=True)
 class Beam:
-    """A candidate continuation of the prompt."""
+    """A candidate continuation of the prompt. Beams share the log-probabilities of their common
+    tokens, so that a step takes little longer for long beams."""
 
-    tokens: list[int] = field(default_factory=list)
-    positions: list[PositionLogprobs] = field(default_factory=list)
-    """One entry per token of `tokens`, with that token as the chosen token."""
+    token_bytes: bytes = b""
+    """Token ids, as in AddRequest.prompt."""
+    kept: KeptLogprobs = ()
+    """One entry per token with that token as the chosen token; empty if no log-probabilities are
+    kept."""
     logprob: float = 0.0
     """Sum of the log-probabilities of all tokens."""
     is_finished: bool = False
     """Whether the last token is an end token."""
 
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_bytes) // TOKEN_TYPE.itemsize
+
+    @property
+    def tokens(self) -> list[int]:
+        """Token ids."""
+        ids: list[int] = np.frombuffer(self.token_bytes, TOKEN_TYPE).tolist()
+        return ids
+
+    @property
+    def positions(self) -> list[PositionLogprobs]:
+        """One entry per token; empty if no log-probabilities are kept."""
+        found, kept = [], self.kept
+        while kept:
+            position, kept = kept
+            found.append(position)
+        return found[::-1]
+
     def score(self, length_penalty: float) -> float:
         """Score of the beam: logprob / length ** length_penalty. The length includes the end
         token."""
-        return float(self.logprob / len(self.tokens) ** length_penalty)
+        return float(self.logprob / self.num_tokens**length_penalty)
 
 
 class BeamSearch:
@@ -60,8 +87,15 @@ class BeamSearch:
     """
 
     def __init__(
-        self, width: int, max_tokens: int, end_ids: frozenset[int], length_penalty: float
+        self,
+        width: int,
+        max_tokens: int,
+        end_ids: frozenset[int],
+        length_penalty: float,
+        num_kept: int | None = None,
     ) -> None:
+        """`num_kept`: number of most likely tokens to keep for each token; None: keep no
+        log-probabilities."""
         self.running = [Beam()]
         self.finished: list[Beam] = []
         """The best finished beams so far, best first; `width` beams at the end of the search."""
@@ -69,6 +103,7 @@ class BeamSearch:
         self._max_tokens = max_tokens
         self._end_ids = end_ids
         self._length_penalty = length_penalty
+        self._num_kept = num_kept
 
     @property
     def num_candidates(self) -> int:
@@ -85,20 +120,35 @@ class BeamSearch:
             for token in position.top[: self.num_candidates]
         ]
         candidates.sort(key=lambda candidate: -candidate[0])
-        beams = [
-            Beam(
-                [*beam.tokens, token.token_id],
-                [*beam.positions, PositionLogprobs(token, top)],
+        is_last_step = self.running[0].num_tokens + 1 == self._max_tokens
+        finished: list[Beam] = []
+        running: list[Beam] = []
+        for index, (logprob, beam, token, top) in enumerate(candidates):
+            is_end = token.token_id in self._end_ids
+            is_best = index < self._width
+            if not is_best and len(running) == self._width:
+                break
+            if not is_best and is_end:
+                continue
+            extended = Beam(
+                beam.token_bytes + token.token_id.to_bytes(TOKEN_TYPE.itemsize, "little"),
+                self._kept(beam, token, top),
                 logprob,
-                token.token_id in self._end_ids,
+                is_end,
             )
-            for logprob, beam, token, top in candidates[: self._width * (1 + len(self._end_ids))]
-        ]
-        is_last_step = len(beams[0].tokens) == self._max_tokens
-        self._finish([beam for beam in beams[: self._width] if is_last_step or beam.is_finished])
-        self.running = [beam for beam in beams if not beam.is_finished][: self._width]
+            if is_best and (is_last_step or is_end):
+                finished.append(extended)
+            if not is_end:
+                running.append(extended)
+        self._finish(finished)
+        self.running = running
         if is_last_step or self._cannot_improve():
             self.running = []
+
+    def _kept(self, beam: Beam, token: TokenLogprob, top: tuple[TokenLogprob, ...]) -> KeptLogprobs:
+        if self._num_kept is None:
+            return ()
+        return PositionLogprobs(token, top[: self._num_kept]), beam.kept
 
     def _finish(self, beams: list[Beam]) -> None:
         best_first = sorted(
@@ -116,6 +166,10 @@ class BeamSearch:
 class BeamSearchGeneration:
     """GenerationStream with the best `params.n` continuations of each prompt, best first. The
     deltas, one for each choice, arrive when the searches of all prompts have ended."""
+
+    keeps_candidates = False
+    """Whether `beams` have the log-probabilities of all candidates of each token, and not only the
+    requested log-probabilities."""
 
     @classmethod
     async def start(
@@ -138,7 +192,13 @@ class BeamSearchGeneration:
         params, output_limits = await pipeline.check_request(prompts, params, param)
         admit()
         return cls(
-            pipeline, prompts, params, terms, output_limits, length_penalty, visible_special_ids
+            pipeline,
+            prompts,
+            params,
+            terms,
+            output_limits,
+            length_penalty,
+            visible_special_ids,
         )
 
     def __init__(
@@ -158,14 +218,16 @@ class BeamSearchGeneration:
         end_ids = eos_ids | self._stop_ids
         _check_params(params, len(end_ids), ready.vocab_size)
         self._params = params
+        num_kept = params.n + len(end_ids) if self.keeps_candidates else params.logprobs
         self._searches = [
-            BeamSearch(params.n, limit, end_ids, length_penalty) for limit in output_limits
+            BeamSearch(params.n, limit, end_ids, length_penalty, num_kept)
+            for limit in output_limits
         ]
         self._pipeline = pipeline
         self._prompts = prompts
         self._visible_special_ids = visible_special_ids
         self._images = [pipeline.image_fields(prompt, terms) for prompt in prompts]
-        self._prompt_bytes = [np.asarray(p.token_ids, dtype="<u4").tobytes() for p in prompts]
+        self._prompt_bytes = [np.asarray(p.token_ids, dtype=TOKEN_TYPE).tobytes() for p in prompts]
         self._make_request = partial(
             AddRequest,
             UNSENT,
@@ -296,13 +358,15 @@ class BeamSearchGeneration:
         )
         try:
             for index, (prompt, prompt_bytes, images, beam) in enumerate(running):
-                tokens = prompt_bytes + np.asarray(beam.tokens, dtype="<u4").tobytes()
                 request = self._make_request(
-                    memoryview(tokens), params, is_continuation=bool(beam.tokens), **images
+                    memoryview(prompt_bytes + beam.token_bytes),
+                    params,
+                    is_continuation=bool(beam.token_bytes),
+                    **images,
                 )
                 queue = self._pipeline.client.add(request, self._limits)
                 step.open(Sequence(index, prompt, params, tokenizer), queue)
-                yield len(prompt.token_ids) + len(beam.tokens)
+                yield len(prompt.token_ids) + beam.num_tokens
         except BaseException:
             step.abort()
             raise
@@ -320,20 +384,22 @@ class BeamSearchGeneration:
         sequence = Sequence(
             index, prompt, params, self._pipeline.tokenizer, self._visible_special_ids
         )
-        last = beam.tokens[-1]
+        tokens = beam.tokens
+        last = tokens[-1]
         finish = Finish(0, "length")
         if beam.is_finished:
             finish = Finish(0, "stop", stop_token=last if last in self._stop_ids else None)
-        delta = sequence.take(Update(tokens=beam.tokens, finish=finish), 0.0)
+        delta = sequence.take(Update(tokens=tokens, finish=finish), 0.0)
         assert delta is not None
         self.num_output_tokens += sequence.num_output_tokens
-        num_logprobs = self._params.logprobs
-        if num_logprobs is not None:
-            delta.logprobs = [
-                PositionLogprobs(position.chosen, position.top[:num_logprobs])
-                for position in beam.positions
-            ]
+        delta.logprobs = beam.positions or None
         return delta
+
+
+class CandidateBeamSearch(BeamSearchGeneration):
+    """Beam search whose `beams` have the log-probabilities of all candidates."""
+
+    keeps_candidates = True
 
 
 def _check_params(params: SamplingParams, num_end_ids: int, vocab_size: int) -> None:

@@ -26,7 +26,7 @@ from config.startup_checks import check_checkpoint, check_device, check_model_co
 from engine.client.base import EngineClient
 from engine.client.request_limits import RequestTerms
 from engine.transport.messages import Ready
-from server.generation.beam_search import BeamSearchGeneration
+from server.generation.beam_search import CandidateBeamSearch
 from server.generation.outputs import Prompt
 from server.generation.pipeline import Pipeline
 from server.generation.validation import truncate_prompt
@@ -506,7 +506,7 @@ class LLM:
         async def run_search(index: int, bar: CountBar) -> BeamSearchOutput:
             text, ids, salt, images = inputs[index]
             prompt = await self._prompt(text, ids, True, sampling, images)
-            search = await BeamSearchGeneration.start(
+            search = await CandidateBeamSearch.start(
                 self._pipeline,
                 [prompt],
                 sampling,
