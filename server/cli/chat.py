@@ -12,7 +12,7 @@ from contextlib import aclosing
 from typing import Any
 
 from config.checkpoint.demo import NAMES
-from config.errors import CommandFailed
+from config.errors import CommandFailed, ConfigError
 from config.loading.parser import FlagParser
 from config.loading.sources import Loaded, load
 from config.loading.values import nearest
@@ -70,6 +70,8 @@ def main(argv: list[str]) -> int:
     ConfigError, CommandFailed if the server's models cannot be read, and the errors of
     PrivateServer.wait_ready."""
     loaded = load(argv, default_model=NAMES[0], parser=chat_parser())
+    if loaded.arguments.base_url is None:
+        _refuse_address(loaded)
     loop = asyncio.new_event_loop()
     server = None
     if loaded.arguments.base_url is None:
@@ -81,6 +83,17 @@ def main(argv: list[str]) -> int:
         loop.close()
         if server is not None:
             server.close()
+
+
+def _refuse_address(loaded: Loaded) -> None:
+    """Raises ConfigError if a flag names the host or port of a server, since the chat's own
+    server has neither. A variable or file may be for other commands."""
+    given = [key for key in ("host", "port") if loaded.sources[key][1].startswith("flag")]
+    if given:
+        raise ConfigError(
+            f"--{given[0]} has no effect: this command starts its own server, without a port; for "
+            f"a running server use --base-url http://{loaded.server.host}:{loaded.server.port}"
+        )
 
 
 def repeats(text: str) -> bool:
