@@ -70,14 +70,13 @@ def main(argv: list[str]) -> int:
     ConfigError, CommandFailed if the server's models cannot be read, and the errors of
     PrivateServer.wait_ready."""
     loaded = load(argv, default_model=NAMES[0], parser=chat_parser())
-    if loaded.arguments.base_url is None:
-        _refuse_address(loaded)
     loop = asyncio.new_event_loop()
     server = None
-    if loaded.arguments.base_url is None:
-        loaded = served(loaded, loaded, chat_parser())
-        server = PrivateServer(loaded.engine, quiet(loaded))
     try:
+        if loaded.arguments.base_url is None:
+            _refuse_address(loaded)
+            loaded = served(loaded, loaded, chat_parser())
+            server = PrivateServer(loaded.engine, quiet(loaded))
         return _Terminal(loop, loaded, server).run()
     finally:
         loop.close()
