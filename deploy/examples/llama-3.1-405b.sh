@@ -1,6 +1,8 @@
 #!/bin/sh
 # Serves meta-llama/Llama-3.1-405B-Instruct on eight cards. Arguments are flags of `gaudiserve serve`.
 set -eu
+# In a clone, the command is in .venv unless it is on the PATH.
+PATH=$PATH:$(dirname "$0")/../../.venv/bin
 preset=${XDG_CACHE_HOME:-$HOME/.cache}/gaudiserve/llama-3.1-405b.yaml
 mkdir -p -m 700 "${preset%/*}"
 gaudiserve presets meta-llama/Llama-3.1-405B-Instruct --device "${DEVICE:-gaudi3}" --host-cards "${CARDS:-8}" \

@@ -1,6 +1,8 @@
 #!/bin/sh
 # Serves Qwen/Qwen2.5-72B-Instruct on four cards. Arguments are flags of `gaudiserve serve`.
 set -eu
+# In a clone, the command is in .venv unless it is on the PATH.
+PATH=$PATH:$(dirname "$0")/../../.venv/bin
 preset=${XDG_CACHE_HOME:-$HOME/.cache}/gaudiserve/qwen2.5-72b.yaml
 mkdir -p -m 700 "${preset%/*}"
 gaudiserve presets Qwen/Qwen2.5-72B-Instruct --device "${DEVICE:-gaudi3}" --host-cards "${CARDS:-4}" \

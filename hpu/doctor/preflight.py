@@ -4,7 +4,7 @@ modules."""
 import os
 from typing import NamedTuple
 
-from config.errors import ConfigError
+from config.errors import ConfigError, counted
 from config.setting import is_count
 from hpu.doctor.cards import Cards, DetectedCard, find_cards
 from hpu.doctor.environment import environment_findings, host_findings, visible_modules
@@ -102,7 +102,7 @@ def _card_findings(
     if not cards:
         what = "no card is visible: there is neither a device node nor a line of hl-smi"
         return [Finding(ERROR, "cards", what, f"look at hl-smi on the host; {IN_CONTAINER}")]
-    findings = [Finding(OK, "cards", f"{len(cards)} cards: {_names(cards)}")]
+    findings = [Finding(OK, "cards", f"{counted(len(cards), 'card')}: {_names(cards)}")]
     findings += _kernels(machine, cards)
     findings += _closed_nodes(cards)
     findings += _cards_in_use(machine, list(_visible(machine, cards)), num_cards, rank)

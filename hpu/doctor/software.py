@@ -71,7 +71,11 @@ def software_findings(machine: Machine) -> list[Finding]:
 def _runtime(machine: Machine) -> Finding:
     if not has_runtime(machine):
         return Finding(
-            ERROR, "runtime", f"this Python has no {RUNTIME}", f"{IMAGE}; --device cpu works"
+            ERROR,
+            "runtime",
+            f"this Python has no {RUNTIME}",
+            "use `make install-hpu` on a host with the vendor's software, or the HPU image; "
+            "--device cpu works",
         )
     version = machine.version(RUNTIME_DISTRIBUTION) or "version unknown"
     return Finding(OK, "runtime", f"{RUNTIME} is installed, {RUNTIME_DISTRIBUTION} {version}")

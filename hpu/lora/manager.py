@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from config.errors import ConfigError, bytes_text
+from config.errors import ConfigError, bytes_text, counted
 from config.lora.adapter import LoadedAdapter, load_adapter
 from config.lora.adapter_folder import AdapterFolder
 from config.lora.base_modules import BaseModules
@@ -156,8 +156,8 @@ class LoRAManager(Adapters):
         """Host tensors that copies may still read, with the event after which they are no longer
         read."""
         logger.info(
-            "LoRA: slots for %d adapters of rank %d in %d modules%s%s",
-            config.max_loras,
+            "LoRA: slots for %s of rank %d in %d modules%s%s",
+            counted(config.max_loras, "adapter"),
             config.max_lora_rank,
             len(self.slots),
             # On the CPU an adapter takes memory once it is loaded.

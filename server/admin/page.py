@@ -99,6 +99,7 @@ def page_state(state: AppState) -> dict[str, Any]:
         "max_model_len": state.max_model_len,
         "has_docs": state.config.enable_docs,
         "pools": state.pools,
+        "has_no_template": bool(state.template and not state.template.source),
         "takes_images": state.images is not None and state.config.max_images > 0,
         "load": {
             "running": stats.running,

@@ -140,7 +140,9 @@ class BatchOutput:
         try:
             self._file: IO[bytes] = path.open("ab+")
         except OSError as error:
-            raise ConfigError(f"{path}: {error.strerror}") from error
+            raise ConfigError(
+                f"--output-file {path} cannot be written: {error.strerror}"
+            ) from error
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._read()

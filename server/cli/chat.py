@@ -12,7 +12,7 @@ from contextlib import aclosing
 from typing import Any
 
 from config.checkpoint.demo import NAMES
-from config.errors import CommandFailed
+from config.errors import CommandFailed, ConfigError
 from config.loading.parser import FlagParser
 from config.loading.sources import Loaded, load
 from config.loading.values import nearest
@@ -72,15 +72,27 @@ def main(argv: list[str]) -> int:
     loaded = load(argv, default_model=NAMES[0], parser=chat_parser())
     loop = asyncio.new_event_loop()
     server = None
-    if loaded.arguments.base_url is None:
-        loaded = served(loaded, loaded, chat_parser())
-        server = PrivateServer(loaded.engine, quiet(loaded))
     try:
+        if loaded.arguments.base_url is None:
+            _refuse_address(loaded)
+            loaded = served(loaded, loaded, chat_parser())
+            server = PrivateServer(loaded.engine, quiet(loaded))
         return _Terminal(loop, loaded, server).run()
     finally:
         loop.close()
         if server is not None:
             server.close()
+
+
+def _refuse_address(loaded: Loaded) -> None:
+    """Raises ConfigError if a flag names the host or port of a server, since the chat's own
+    server has neither. A variable or file may be for other commands."""
+    given = [key for key in ("host", "port") if loaded.sources[key][1].startswith("flag")]
+    if given:
+        raise ConfigError(
+            f"--{given[0]} has no effect: this command starts its own server, without a port; for "
+            f"a running server use --base-url http://{loaded.server.host}:{loaded.server.port}"
+        )
 
 
 def repeats(text: str) -> bool:

@@ -13,14 +13,14 @@ export function seconds(value) {
   return value < 1 ? `${Math.round(value * 1000)} ms` : `${value.toFixed(value < 10 ? 2 : 1)} s`;
 }
 
-// A time in its two largest units.
+// A time in its two largest units, with no line break between a number and its unit.
 export function duration(seconds) {
   const units = [["d", 86400], ["h", 3600], ["min", 60], ["s", 1]];
   const first = units.findIndex(([, size]) => seconds >= size);
   if (first < 0) return "0 s";
   const [[name, size], next] = units.slice(first);
-  const whole = `${Math.floor(seconds / size)} ${name}`;
-  return next ? `${whole} ${Math.floor((seconds % size) / next[1])} ${next[0]}` : whole;
+  const whole = `${Math.floor(seconds / size)}\u00a0${name}`;
+  return next ? `${whole} ${Math.floor((seconds % size) / next[1])}\u00a0${next[0]}` : whole;
 }
 
 export function abbreviated(value) {

@@ -4,14 +4,15 @@ import { byId } from "./dom.js";
 import { shortName } from "./format.js";
 import { onServer, server } from "./server_state.js";
 import { rememberModel, settings } from "./settings.js";
-import { demoHint } from "./welcome.js";
+import { drawWelcome } from "./welcome.js";
 
 function draw() {
   if (!server.facts) return;
   // The first names are all names of the model, the others of adapters.
   const { models: [model, ...others], num_names } = server.facts;
   const models = [model, ...others.slice(num_names - 1)];
-  document.querySelector(".demo-hint")?.replaceWith(demoHint());
+  const welcome = document.querySelector(".welcome");
+  if (welcome) drawWelcome(welcome);
   if (!models.includes(settings.model)) settings.model = models[0];
   const choice = byId("model-choice");
   choice.hidden = models.length < 2;

@@ -66,7 +66,8 @@ export function setUpSettings() {
       } catch (error) {
         event.preventDefault();
         byId("settings-error").textContent = error.message;
-        return byId(id).focus();
+        byId(id).focus();
+        return byId("settings-error").scrollIntoView({ block: "nearest" });
       }
     }
     for (const [id, name] of Object.entries(FIELDS)) settings[name] = byId(id).value;

@@ -1,4 +1,4 @@
-// What an empty chat shows: examples to ask, and a hint about the demo model.
+// What an empty chat shows: examples to ask, and a hint about the demo model or a missing chat template.
 
 import { button, element } from "./dom.js";
 import { server } from "./server_state.js";
@@ -12,15 +12,20 @@ const EXAMPLES = [
 ];
 const DEMO = "demo";
 
+const DEMO_HINT = "The demo model is made to try the server. Ask about facts: its answers are often wrong, and those to greetings or about itself are odd.";
+const NO_TEMPLATE = "This model has no chat template, so the server refuses chats. Use /v1/completions, or start the server with --chat-template FILE.";
+
 export function welcome(ask) {
   const shown = element("div", "", "welcome"), examples = element("div", "", "examples");
   examples.append(...EXAMPLES.map((text) => button(text, "example", () => ask(text))));
-  shown.append(element("h2", "What would you like to ask?"), examples, demoHint());
-  return shown;
+  shown.append(element("h2", "What would you like to ask?"), examples, element("p", DEMO_HINT, "demo-hint"), element("p", NO_TEMPLATE, "no-template"));
+  return drawWelcome(shown);
 }
 
-export function demoHint() {
-  const shown = element("p", "The demo model is made to try the server. Ask about facts: its answers are often wrong, and those to greetings or about itself are odd.", "demo-hint");
-  shown.hidden = server.facts?.model !== DEMO;
+export function drawWelcome(shown) {
+  const refuses = server.facts?.has_no_template ?? false;
+  shown.querySelector("h2").hidden = shown.querySelector(".examples").hidden = refuses;
+  shown.querySelector(".demo-hint").hidden = refuses || server.facts?.model !== DEMO;
+  shown.querySelector(".no-template").hidden = !refuses;
   return shown;
 }

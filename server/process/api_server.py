@@ -508,8 +508,8 @@ class ApiServer:
         ready = await self._client.wait_ready()
         self.state.open(tokenizer, template, defaults, images)
         _log_default_limit(self.state.sampling_defaults)
-        if not self.state.pools and template and template.default:
-            log_generic_tools(template, self.state.parser_config.tool_parser)
+        if not self.state.pools and template:
+            log_chat_template(template, self.state.parser_config.tool_parser)
         # Start-up objects live until exit: exclude them from garbage collection.
         gc.collect()
         gc.freeze()
@@ -771,8 +771,8 @@ def _raw(response: Response) -> bytes:
     return line.encode() + fields + b"\r\n\r\n" + bytes(response.body)
 
 
-def log_generic_tools(template: ChatTemplate, tool_parser: str | None) -> None:
-    """Log how tools are rendered if the chat template does not support them, and warn of a missing
+def log_chat_template(template: ChatTemplate, tool_parser: str | None) -> None:
+    """Log how tools are rendered if the chat template does not support them. Warn of a missing
     chat template."""
     if not template.source:
         logger.warning(

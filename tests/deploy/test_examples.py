@@ -113,6 +113,21 @@ def test_environment_variables_set_the_context_length_and_the_cards(
     assert serve == ["serve", "--config", preset_of(script, tmp_path)]
 
 
+def test_an_example_finds_the_command_of_its_clone_which_is_not_on_the_path(tmp_path: Path) -> None:
+    folder, commands = tmp_path / "deploy" / "examples", tmp_path / ".venv" / "bin"
+    folder.mkdir(parents=True)
+    commands.mkdir(parents=True)
+    script = folder / SCRIPTS[0].name
+    script.write_text(SCRIPTS[0].read_text())
+    (commands / "gaudiserve").write_text(RECORDER)
+    (commands / "gaudiserve").chmod(0o755)
+
+    found = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
+    subprocess.run(["sh", script.name], env=found, cwd=folder, check=True, timeout=60)
+
+    assert (commands / "serve").read_text().split()[0] == "serve"
+
+
 def test_every_example_has_a_model_and_the_guide_names_the_folder() -> None:
     guide = (ROOT / "docs" / "deployment.md").read_text(encoding="utf-8")
     texts = [path.read_text(encoding="utf-8") for path in SCRIPTS]

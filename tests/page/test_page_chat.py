@@ -391,6 +391,21 @@ def test_the_empty_chat_explains_the_purpose_of_the_demo_model(
         expect(page.locator(".demo-hint")).to_contain_text("greetings")
 
 
+def test_a_model_without_a_chat_template_is_said_before_the_first_question(
+    browser: Browser, server: PageServer
+) -> None:
+    with window(browser) as page:
+        page.route(
+            "**/page/state",
+            lambda route: route.fulfill(json={**route.fetch().json(), "has_no_template": True}),
+        )
+        open_page(page, server.url)
+
+        expect(page.locator(".no-template")).to_contain_text("--chat-template FILE")
+        expect(page.locator(".examples")).to_be_hidden()
+        expect(page.locator(".demo-hint")).to_be_hidden()
+
+
 def test_conversations_are_kept_opened_and_deleted(page: Page, server: PageServer) -> None:
     ask(page, "First question")
     page.click("#new-chat")

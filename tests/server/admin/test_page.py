@@ -18,6 +18,7 @@ from config.lora.info import LoRAInfo
 from config.version import VERSION
 from engine.client.state import Failure
 from server.http.auth import PAGE_FILES
+from server.text.chat_template import ChatTemplate
 
 KEY = {"authorization": "Bearer k"}
 ASKED = {"messages": [{"role": "user", "content": "a secret"}]}
@@ -179,6 +180,18 @@ async def test_the_page_state_says_that_images_and_documentation_are_unavailable
 
         assert (state["takes_images"], state["has_docs"]) == (False, False)
         assert 'aria-label="Add pictures" hidden>' in page
+
+
+@pytest.mark.parametrize(("source", "has_none"), [(None, True), ("{{ messages }}", False)])
+async def test_the_page_state_says_that_the_model_has_no_chat_template(
+    source: str | None, has_none: bool
+) -> None:
+    async with in_memory() as rig:
+        rig.state.template = ChatTemplate(source, {})
+
+        assert (await rig.http.get("/page/state")).json()["has_no_template"] is has_none
+
+        rig.state.template.close()
 
 
 async def test_the_page_state_lists_the_adapters() -> None:

@@ -70,6 +70,13 @@ def test_version_is_printed(word: str, capsys: pytest.CaptureFixture[str]) -> No
             ["run-batch", "-i", "/no/such", "-o", "/no/such/out"],
             "--input-file /no/such cannot be read: No such file or directory",
         ),
+        (["chat", "--port", "8001"], "running server use --base-url http://127.0.0.1:8001"),
+        (["chat", "--host", "10.0.0.1"], "--host has no effect: this command starts its own"),
+        (["chat", "--host", "10.0.0.1"], "running server use --base-url http://10.0.0.1:8000"),
+        (
+            ["run-batch", "-i", "/dev/null", "-o", "/no/such/out"],
+            "--output-file /no/such/out cannot be written: No such file or directory",
+        ),
         (["quantize"], "`gaudiserve quantize` needs MODEL and --to KIND and --output DIR"),
         (["buckets", "show", "--trafic", "x"], "did you mean --traffic?"),
         (["buckets", "show", "--traffic", "/no/such"], "/no/such cannot be read"),

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from server.process.api_server import log_generic_tools
+from server.process.api_server import log_chat_template
 from server.text.chat_template import ChatTemplate
 
 PLAIN = "{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -27,7 +27,7 @@ def test_a_tool_parser_that_does_not_match_the_generic_template_is_a_warning(
     template = ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"})
 
     with caplog.at_level(logging.INFO):
-        log_generic_tools(template, parser)
+        log_chat_template(template, parser)
 
     warnings = [entry.getMessage() for entry in caplog.records if entry.levelname == "WARNING"]
     assert len(warnings) == num_warnings
@@ -38,7 +38,7 @@ def test_a_tool_parser_that_does_not_match_the_generic_template_is_a_warning(
 def test_a_missing_chat_template_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     template = ChatTemplate(None, {})
 
-    log_generic_tools(template, None)
+    log_chat_template(template, None)
 
     assert caplog.messages == [
         "The model has no chat template, so chats are refused: use /v1/completions, or start the "
