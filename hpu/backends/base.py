@@ -185,12 +185,14 @@ class Backend(Protocol):
         if device memory is host memory."""
         return self.host_tensor(len(device), device.dtype)
 
-    def device_copy(self, host: Tensor) -> Tensor:
-        """Upload `host` to a new device tensor; returns `host` itself if device memory is host
-        memory. The source must not change, as in `upload`."""
-        target = self.zeros(tuple(host.shape), host.dtype)
-        self.upload(target, host)
-        return target
+    def device_copies(self, *hosts: Tensor) -> tuple[Tensor, ...]:
+        """Upload `hosts` to new device tensors; returns `hosts` themselves if device memory is host
+        memory. The sources must not change, as in `upload`."""
+        # All tensors are created first, in one recipe.
+        targets = tuple(self.zeros(tuple(host.shape), host.dtype) for host in hosts)
+        for target, host in zip(targets, hosts, strict=True):
+            self.upload(target, host)
+        return targets
 
     def capture_input(self, uploaded: Tensor) -> Tensor:
         """Tensor to capture for graphs whose replays read `uploaded`, a target of uploads."""

@@ -204,8 +204,8 @@ class CpuBackend(Backend):
     def host_for(self, device: Tensor) -> Tensor:
         return device
 
-    def device_copy(self, host: Tensor) -> Tensor:
-        return host
+    def device_copies(self, *hosts: Tensor) -> tuple[Tensor, ...]:
+        return hosts
 
     def to_host(self, tensor: Tensor) -> Tensor:
         # Copied: the caller may write to its tensor again before the host reads the result.

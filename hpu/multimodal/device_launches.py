@@ -92,7 +92,7 @@ class DeviceLaunches:
         host = self._backend.host_tensor(len(rows), self._backend.index_dtype)
         host.copy_(torch.from_numpy(rows))
         self._hosts.append(host)
-        self._write(embeddings, self._backend.device_copy(host))
+        self._write(embeddings, *self._backend.device_copies(host))
 
     def end(self) -> None:
         """Keep the host tensors of a plan's launches until the device has read them. Called after

@@ -75,7 +75,8 @@ class PromptLogits:
         host = self._backend.host_tensor(len(numbers) * width, self._backend.index_dtype)
         np.stack(numbers, out=host.numpy().reshape(len(numbers), width), casting="unsafe")
         output.pinned.append(host)
-        return torch.split(self._backend.device_copy(host), width)
+        (device,) = self._backend.device_copies(host)
+        return torch.split(device, width)
 
 
 class LaunchResults(ABC):

@@ -133,7 +133,8 @@ class ExactOps:
         a table row per request."""
         positions, values = map(torch.from_numpy, self._columns.token_biases(indices))
         pinned += (positions, values)
-        return self._backend.device_copy(positions), self._backend.device_copy(values)
+        on_device = self._backend.device_copies(positions, values)
+        return on_device[0], on_device[1]
 
     def _choose(
         self, scores: Tensor, launch: SamplingLaunch, inputs: "_Inputs"

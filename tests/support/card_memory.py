@@ -16,7 +16,7 @@ class CardMemory(CpuBackend):
     memory_name = "device"
     input_tensors = Backend.input_tensors
     host_for = Backend.host_for
-    device_copy = Backend.device_copy
+    device_copies = Backend.device_copies
 
 
 class RebindingMemory(CardMemory):
