@@ -34,9 +34,10 @@ from hpu.protocol import DECODE, PREFILL, Launch, NewRequest, RequestSampling, S
 from hpu.runner.async_output import AsyncStepOutput
 from hpu.runner.batch_state import BatchState
 from hpu.runner.counters import Counters
-from hpu.runner.graph_cache import GraphCache
+from hpu.runner.graph_cache import CapturingGraphCache, GraphCache
 from hpu.runner.input_buffers import DecodeLayout, InputBufferPool, InputLayout, PrefillLayout
 from hpu.runner.kv_cache import KVCache, block_bytes
+from hpu.runner.launch_results import copied_results
 from hpu.runner.model_runner import ModelRunner, RunnerParts
 from hpu.sampling.sampler import Sampler
 
@@ -151,9 +152,11 @@ class Decoding:
         # Same choice as in hpu/worker/build.py.
         static_shapes = captures or backend.compiles
         sampler = Sampler(num_rows, vocab_size, backend, static_shapes=static_shapes)
-        self._graphs = GraphCache(
-            model.forward, backend, Counters(), captures=captures, budget_bytes=GIB * 1024
-        )
+        self._graphs: GraphCache = GraphCache(model.forward, backend, Counters())
+        if captures:
+            self._graphs = CapturingGraphCache(
+                model.forward, backend, Counters(), budget_bytes=GIB * 1024
+            )
         # The first decode captures the graph.
         self._graphs.on_demand = True
         self._runner = ModelRunner(
@@ -168,6 +171,7 @@ class Decoding:
                 graphs=self._graphs,
                 input_buffers=input_buffers,
                 vocab_size=vocab_size,
+                make_results=copied_results,
                 pads=True,
             )
         )
