@@ -87,8 +87,8 @@ class Machine(NamedTuple):
 MACHINES = (
     Machine(
         "Intel Xeon, AVX512-BF16 and AMX",
-        "cpu-2026-11-25.md",
-        "| demo model",
+        "cpu-amx-servers-2026-12-01.md",
+        "| workload (prompt/output tokens) | gaudiserve",
         "| model, requests",
     ),
     Machine(
