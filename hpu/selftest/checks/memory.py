@@ -103,7 +103,7 @@ def recipe_cache(card: Card) -> Iterator[Comparison]:
     folder = Path(card.recipe_folder)
     # In inference mode the runtime appends the rank to the name of the folder.
     folders = [folder, Path(f"{folder}{card.rank}")]
-    # A random constant, so that no earlier run has stored the recipe.
+    # A random constant, because an earlier run may have stored the recipe of a fixed constant.
     number = int.from_bytes(os.urandom(2), "big") + 3
     on_card = card.put(card.values(5, 13)) + number
     card.synchronize()
