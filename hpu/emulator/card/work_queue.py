@@ -18,7 +18,8 @@ Report = Callable[[str, str, str], None]
 """Called with (kind, text, op) of a misuse."""
 
 STAGED_BYTES = 1 << 20
-"""Uploads below this size are copied to a staging buffer before the call returns."""
+"""Uploads below this size, except from pinned memory, are copied to a staging buffer before the
+call returns."""
 
 
 class Copy(NamedTuple):
