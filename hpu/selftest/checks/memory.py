@@ -28,7 +28,8 @@ NAMES = {
     "utils.internal": ("is_lazy",),
     "utils.experimental": ("_get_device_type", "synDeviceType"),
 }
-"""Names that a server or the self-test uses in lazy mode, by module of the vendor."""
+"""Names that the check looks for in lazy mode, by module of the vendor: most of the names that a
+server or the self-test uses."""
 
 
 def memory_stats(card: Card) -> Iterator[Comparison]:
