@@ -10,7 +10,8 @@ from config.errors import ConfigError
 from hpu.distributed.process_groups import SINGLE, ProcessGroup
 
 SHORT_BYTES = 1024
-"""Bytes of the first message of `of_first`; longer data needs a second message."""
+"""Bytes of the first message of `of_first`, which begins with the length as 8 bytes. Data that does
+not fit needs a second message."""
 
 
 class Agreement:
@@ -58,8 +59,8 @@ class Agreement:
         return self._host.broadcast(rest).numpy().tobytes()
 
     def check_same(self, facts: Mapping[str, str], where: str) -> None:
-        """Raise ConfigError if `facts` (versions, for example) differ from the facts of rank 0.
-        `where` names this rank in the message."""
+        """Raise ConfigError if this rank's `facts` (versions, for example) differ from the facts of
+        rank 0. `where` names this rank in the message."""
         if self._host.size == 1:
             return
         first: dict[str, str] = json.loads(self.of_first(json.dumps(dict(facts)).encode()))

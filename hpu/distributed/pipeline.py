@@ -18,10 +18,11 @@ from hpu.distributed.process_groups import SINGLE, ProcessGroup
 class PipelineLink:
     """Transfers of this stage, over the pipeline group.
 
-    The last tokens of all requests are sent once per step, as a tensor of a fixed shape. For P
-    stages, the first stage receives the tokens of step n - P + 1 after its launches of step n: the
-    last stage finishes step n - P + 1 when the first stage finishes step n, so each stage waits
-    only for its predecessor. A request that sampled in step k can therefore decode in step k + P.
+    From the second step on, the last stage sends the last tokens of all requests once per step, as
+    a tensor of a fixed shape. For P stages, the first stage receives the tokens of step n - P + 1
+    after its launches of step n: the last stage finishes step n - P + 1 when the first stage
+    finishes step n, so each stage waits only for its predecessor. A request that sampled in step k
+    can therefore decode in step k + P.
 
     A send may block until its receive. Both ends use the same order within a step: the hidden
     states of the last launch, then the tokens.
@@ -50,7 +51,7 @@ class PipelineLink:
         stage = self.stage
         if stage.size == 1:
             return
-        # Cloned: the tokens that this step samples are sent in the next step.
+        # Cloned: the launches of this step overwrite the tensor before and during the send.
         self._last_tokens = last_tokens.clone() if stage.is_last else last_tokens
         self._num_left = num_launches
         if not num_launches:

@@ -23,7 +23,7 @@ TCP = "tcp://"
 
 class ProcessGroup:
     """A group of ranks. All ranks must call the same collectives in the same order with the same
-    shapes; a rank that differs hangs the group."""
+    shapes; a rank that differs may hang the group."""
 
     __slots__ = ("_group", "_mark_step", "_ranks", "_run", "rank", "size")
 
@@ -67,8 +67,8 @@ class ProcessGroup:
         """The tensors of all ranks, concatenated along `dim` in rank order."""
         if self.size == 1:
             return tensor
-        # all_gather_into_tensor with concatenated output: stacked output causes problems under
-        # torch.compile on HPU.
+        # Concatenated output: under torch.compile, all_gather_into_tensor does not support stacked
+        # output (pytorch/pytorch, issue 138795).
         shape = tensor.shape
         gathered = tensor.new_empty((self.size * shape[0], *shape[1:]))
         self.all_gather_into(gathered, tensor)
@@ -124,11 +124,11 @@ class ProcessGroup:
 
 
 def _mark_nothing() -> None:
-    """The mark of a device that does not collect operations into recipes."""
+    """`mark_step` of a group whose operations are in no recipe."""
 
 
 SINGLE = ProcessGroup()
-"""Group of a process that runs alone."""
+"""Group with a single rank."""
 
 
 class ExpertGroup(ProcessGroup):
@@ -191,14 +191,14 @@ class ProcessGroups(NamedTuple):
     """The groups that this rank belongs to."""
 
     tensor: ProcessGroup = SINGLE
-    """Ranks that hold shards of the same layers."""
+    """Ranks of a replica that hold shards of the same layers."""
     pipeline: ProcessGroup = SINGLE
     """One rank of each pipeline stage."""
     expert: ProcessGroup = SINGLE
     """All ranks of a pipeline stage, over which experts are distributed; an ExpertGroup if there
     are several ranks."""
     data: ProcessGroup = SINGLE
-    """Ranks that hold the same shard in each replica."""
+    """The ranks with the same stage and shard, one of each replica."""
     host: ProcessGroup = SINGLE
     """All ranks, for host tensors."""
     stage_host: ProcessGroup = SINGLE
@@ -224,7 +224,7 @@ def group_members(tensor: int, pipeline: int, data: int) -> dict[str, list[list[
 def join(backend: str, ranks: Ranks, mark_step: Callable[[], None] | None = None) -> ProcessGroup:
     """Initialize torch.distributed with `backend`, unless there is a single rank. Returns the group
     of all ranks, with `mark_step` as in ProcessGroup. Raises RuntimeError on timeout, and on rank 0
-    if the address is in use."""
+    if it cannot listen on the address."""
     if ranks.global_size == 1:
         return SINGLE
     store = _tcp_store(ranks) if ranks.init_method.startswith(TCP) else None
@@ -241,7 +241,7 @@ def join(backend: str, ranks: Ranks, mark_step: Callable[[], None] | None = None
 
 def _tcp_store(ranks: Ranks) -> Any:
     """The rendezvous store; rank 0 serves it on the given address only, because torch by default
-    listens on all interfaces. Raises RuntimeError if the address is in use."""
+    listens on all interfaces. Raises RuntimeError if rank 0 cannot listen on the address."""
     host, _, port = ranks.init_method.removeprefix(TCP).rpartition(":")
     listener = None
     if ranks.global_rank == 0:
@@ -292,7 +292,7 @@ def make_groups(
                 found[kind] = ExpertGroup(*own, tensor=shards, data=replicas)
             else:
                 found[kind] = ProcessGroup(*own)
-    # Device backends do not transfer host tensors.
+    # hccl and nccl do not transfer host tensors.
     found["host"] = ProcessGroup(everyone, rank, dist.new_group(list(everyone), backend="gloo"))
     for members in kinds["tensor"]:
         group = dist.new_group(members, backend="gloo") if len(members) > 1 else None

@@ -62,7 +62,8 @@ class DetectedCard(NamedTuple):
 
     @property
     def multiplies_float32(self) -> bool:
-        """Whether the card multiplies float32 matrices; True if its revision is unknown."""
+        """Whether the card multiplies float32 matrices; True if its generation or revision is
+        unknown."""
         return self.revision not in NO_FLOAT32_PRODUCTS.get(self.generation or "", ())
 
     def __str__(self) -> str:

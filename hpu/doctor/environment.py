@@ -268,7 +268,7 @@ def _exists(machine: Machine, path: str) -> bool:
 
 
 def _huge_page_mib(machine: Machine) -> int | None:
-    """Total size of the reserved huge pages in MiB; None if unknown."""
+    """Total size of the reserved huge pages of the default size in MiB; None if unknown."""
     fields = {}
     for line in (machine.text("proc/meminfo") or "").splitlines():
         name, _, rest = line.partition(":")

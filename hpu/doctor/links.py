@@ -1,5 +1,5 @@
 """Checks that several cards are of the same generation, that the links between them are up
-according to hl-smi, and that the nodes of the links exist."""
+according to hl-smi, and that the InfiniBand nodes of cards can be opened."""
 
 import os
 import re
@@ -22,7 +22,7 @@ def group_findings(
 
 
 def infiniband_findings(machine: Machine, cards: tuple[DetectedCard, ...]) -> list[Finding]:
-    """A warning if the InfiniBand node of a card is missing or closed. The runtime opens it when it
+    """A warning if the InfiniBand node of a card cannot be opened. The runtime opens it when it
     acquires the card, even a single card, and otherwise fails with status 26 (HabanaAI/HCL,
     hcl_ibverbs.cpp; INIT_HCCL_ON_ACQUIRE in HabanaAI/Intel_Gaudi3_Software)."""
     folder = machine.root / "sys/class/infiniband_verbs"

@@ -39,7 +39,7 @@ def has_sign_of_gaudi(machine: Machine) -> bool:
 
 def preflight(machine: Machine, *, num_cards: int = 1, rank: int | None = None) -> Preflight:
     """Run the checks that precede a start. With `rank`, only this worker's card must be free, and
-    the checks of the group are skipped; otherwise, all `num_cards` cards must be free."""
+    the checks of the group are skipped; otherwise, `num_cards` cards must be free."""
     found = find_cards(machine)
     findings = software_findings(machine)
     if found.cards:
@@ -125,7 +125,7 @@ def _closed_nodes(cards: tuple[DetectedCard, ...]) -> list[Finding]:
         return []
     nodes = "; ".join(f"{card.node} ({card.owner or 'owner unknown'})" for card in closed)
     what = f"user {os.getuid()} may not open {nodes}"
-    # Nodes that are closed to their group come first: their remedy also opens the other nodes.
+    # Nodes that are closed to their group come first: their owner can usually open the other nodes.
     owners = sorted((card.owner for card in closed if card.owner), key=lambda o: o.opens_to_group)
     owner = owners[0] if owners else None
     if not owner:

@@ -139,8 +139,8 @@ def _driver(machine: Machine) -> Finding:
 
 
 def release_mismatch(machine: Machine) -> str:
-    """Both versions, if driver and runtime are of different releases, which the vendor does not
-    support; empty if they match or are unknown."""
+    """Text with both versions, if driver and runtime are of different releases, which the vendor
+    does not support; empty if they match or one is unknown."""
     driver, release = driver_version(machine), runtime_release(machine)
     driver_release = release_of(driver) if driver else None
     if not (driver_release and release) or driver_release[:3] == release[:3]:

@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 CRASH, HANG = "crash", "hang"
 
 WEDGED_COPIES = "wedged-copies"
-"""In lazy mode, a copy on a side stream waits forever for the thread that submits launches, unless
-it is an asynchronous copy into pinned memory."""
+"""In lazy mode, a copy to the host on a side stream waits forever for the thread that submits
+launches, unless it is an asynchronous copy into pinned memory."""
 LARGE_COPIES = "large-copies"
 """In lazy mode, a copy of LARGE_BYTES or more to the host waits forever unless
 PT_HPU_ENABLE_D2H_ASYNC_THREAD is 0."""
 LARGE_BYTES = 16 << 20
 MIXED_EXPERTS = "mixed-experts"
-"""mixture_of_experts.bias_fused_weights expects gate and up concatenated instead of interleaved."""
+"""mixture_of_experts with biases expects gate and up concatenated instead of interleaved."""
 MIXED_CODES = "packed-experts"
 """mixture_of_experts with packed codes swaps the two codes of each byte."""
 
@@ -35,11 +35,12 @@ Value = Any
 
 Run = Callable[[], Value]
 Effect = Callable[[Run, tuple[Value, ...]], Value]
-"""Result of an operator: called with the function that runs it, and its arguments."""
+"""Returns the result of an operator. Called with the function that runs the operator, and its
+arguments."""
 
 
 class OperatorFault(NamedTuple):
-    """A wrong result of some operators."""
+    """Wrong results or errors of some operators."""
 
     operators: tuple[str, ...]
     effect: Effect

@@ -145,11 +145,12 @@ class Emulator:
         self._unregister = compiled.register(compiled.make_backend(self.device))
         autoload = vars(self._modules["habana_frameworks.autoload"])
         if autoload["is_autoload_enabled"]():
-            # `import torch` does the same on a machine with cards. It fixes the mode.
+            # On a machine with cards, `import torch` imports the package, which fixes the mode.
             importlib.import_module(ROOT)
 
     def uninstall(self) -> None:
-        """Release the card and restore torch; tensors of the device become unusable."""
+        """Release the card and restore torch, except registrations that cannot be undone; tensors
+        of the device become unusable."""
         self.device.acquisition.release()
         self.device.released.set()
         self._unregister()
@@ -203,8 +204,8 @@ class Emulator:
         bind_to_torch(self._modules)
 
     def _hccl_loaded(self) -> None:
-        """Emulate the side effects of importing hccl, once: it selects the native library and sets
-        the module id of the rank."""
+        """Emulate the side effects of importing hccl, once: it selects the native library and, if
+        there are several ranks, sets the module id of this rank."""
         if self._has_collectives:
             return
         self._has_collectives = True

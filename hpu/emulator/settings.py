@@ -32,7 +32,7 @@ class EmulatorConfig:
     """Device memory, allocated on the host; None: as much as the real card has."""
     num_devices: int = 8
     strict: bool = False
-    """Raise `Misuse` for every misuse instead of counting it and continuing as the device does."""
+    """Raise `Misuse` for a misuse, after counting it, instead of continuing as the device does."""
     tolerated: frozenset[str] = frozenset()
     """Kinds of misuse that strict mode counts without raising."""
     compile_delay_s: float = 0.0
@@ -55,8 +55,8 @@ class EmulatorConfig:
     collective_timeout_s: float = 30.0
     late_copy_s: float = 0.0
     """Maximum seconds between the end of an asynchronous copy to the host, as events report it, and
-    the arrival of its bytes: a thread of the runtime writes the bytes, and no event waits for it.
-    """
+    the arrival of its bytes: a thread of the runtime writes the bytes, and no event waits for it. A
+    large asynchronous upload may read its source this much later."""
     late_copy_seed: int = 0
     multiplies_float32: bool = True
     """Whether the card multiplies float32 matrices: Gaudi 2B, 2C and 2D do not."""
@@ -160,10 +160,10 @@ class RuntimeVariables:
         return [int(word) for word in text.split(",") if word.strip()] or list(range(8))
 
     def recipe_cache(self) -> Path | None:
-        """Folder of the recipe cache on disk; None without a disk cache. In inference mode each
-        rank has its own folder, whose name ends with the rank (the bridge's
-        recipe_cache_config.cpp). Raises RuntimeError for a form that some state of the release
-        refuses (its env_flags_impl.cpp)."""
+        """Folder of the recipe cache on disk; None without a disk cache. In inference mode the rank
+        is appended to a folder of PT_HPU_RECIPE_CACHE_CONFIG (the bridge's
+        recipe_cache_config.cpp). Raises RuntimeError for a form that a build of the release may
+        refuse (its env_flags_impl.cpp)."""
         config = self.environment.get(RECIPE_CACHE_CONFIG, "")
         if reason := refused_form(config, self.release):
             raise RuntimeError(f"Flags name: {RECIPE_CACHE_CONFIG},{config}: {reason}")

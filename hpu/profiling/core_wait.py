@@ -87,7 +87,7 @@ def _run_delay(path: Path) -> float | None:
 
 
 def demand(root: Path = ROOT) -> str:
-    """Load average and number of usable cores, as text."""
+    """Number of usable cores and, if known, the load average, as text."""
     cores = usable_cores(root)
     load = load_average(root)
     if load is None:

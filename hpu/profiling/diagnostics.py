@@ -20,7 +20,8 @@ class Diagnostics:
         """Exclude earlier compilations and fallbacks from the next counts."""
 
     def warmed_up(self, phase: int) -> None:
-        """Count the compilations of a warmed-up bucket of `phase`."""
+        """Exclude the compilations of a warmed-up bucket of `phase` from the counts of the next
+        step. With `counts_by_phase`, count them as compilations of the warm-up."""
 
     def collected(self, output: AsyncStepOutput) -> None:
         """Count compilations, fallbacks and recipe cache lookups since the last step; log
@@ -116,7 +117,7 @@ class RuntimeDiagnostics(Diagnostics):
             )
 
     def _details(self) -> str:
-        """Names and times of the recipes compiled since the last log line."""
+        """Names and times of the recipes compiled since the last log line or `reset`."""
         recipes = self._runtime.compiled_recipes()
         new, self._num_details = recipes[self._num_details :], len(recipes)
         texts = [f"{name} {microseconds / 1e6:.1f} s" for name, microseconds in new]

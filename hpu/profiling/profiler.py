@@ -66,9 +66,9 @@ NO_TRACE = NoTrace()
 class Trace(NoTrace):
     """Trace of a range of steps. Events are kept encoded in memory until `end` writes the file.
 
-    The constructor writes an empty trace, so the file is always valid JSON. The trace ends when it
-    has at least `max_events` events after a step, or after step `last`. Steps are counted from 0
-    within the trace; steps before `first` are skipped.
+    The constructor writes an empty trace, so the file is always valid JSON. The trace ends by
+    itself when it has at least `max_events` events after a step, or after step `last`. Steps are
+    counted from 0 within the trace; steps before `first` are skipped.
     """
 
     def __init__(
@@ -129,8 +129,8 @@ class Trace(NoTrace):
             )
 
     def end(self) -> str:
-        """Write the file and stop recording; returns its path. Raises OSError if the file cannot be
-        written."""
+        """Write the file and stop recording, unless the trace is over; returns the path. Raises
+        OSError if the file cannot be written."""
         if not self.is_over:
             self.is_over = True
             self._write()
@@ -222,7 +222,7 @@ class Profiler:
     ) -> None:
         """`rank`: rank of this worker; each rank of several writes a trace file of its own."""
         self.trace: NoTrace = NO_TRACE
-        """The trace that records steps. Changed only between steps."""
+        """The trace that records steps."""
         self._backend = backend
         self._config = config
         self._folder = Path(cache_dir or cache_home()) / "traces"
@@ -243,8 +243,8 @@ class Profiler:
     def trace_operations(self, run: Callable[[], None]) -> str:
         """Trace the operations of `run` on host and device with torch's profiler; returns the path
         of the file. `run` is called OPERATION_RUNS times and must wait for the device; only the
-        last run is traced, the others warm up the profiler. Raises ConfigError when the file cannot
-        be written."""
+        last run is traced, the others warm up the profiler. Raises ConfigError when the folder of
+        the file cannot be created; torch only logs that it cannot write the file."""
         path = self._path()
         kinds = torch.profiler.ProfilerActivity
         device = getattr(kinds, self._backend.device.type.upper())
@@ -266,8 +266,8 @@ class Profiler:
 
     def call(self, name: str) -> str:
         """Handle START_PROFILE or STOP_PROFILE; returns the path of the trace file. Raises
-        UserError if a trace is already running (start), no trace is running (stop) or `name` is
-        unknown, and RequestFailed if the file cannot be written."""
+        UserError if a trace is already running (start), no trace has begun since the last stop
+        (stop) or `name` is unknown, and RequestFailed if the file cannot be written."""
         try:
             if name == START_PROFILE:
                 return self._start()

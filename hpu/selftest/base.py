@@ -230,8 +230,8 @@ class Card:
     def graph(
         self, function: "Callable[..., object]", *, keeps_tensors: bool = False
     ) -> "Callable[..., Tensor]":
-        """Capture `function` on its first call, and replay it. `keeps_tensors`: with the tensor
-        cache."""
+        """Wrap `function`: the first call with inputs of a shape captures it, later calls replay
+        the graph. `keeps_tensors`: with the tensor cache."""
         graphed: Callable[..., Tensor] = self.hpu.wrap_in_hpu_graph_func(
             function, disable_tensor_cache=not keeps_tensors
         )

@@ -32,8 +32,8 @@ MAX_DETAIL = 500
 
 
 def run(orders: Orders, environment: MutableMapping[str, str]) -> Iterator[Report]:
-    """Run the checks of `orders`. `environment`: variables in which an emulated card's runtime is
-    configured."""
+    """Run the checks of `orders`. `environment`: variables that an emulated card's runtime reads
+    and sets."""
     yield Began("")
     with ExitStack() as stack:
         try:
@@ -65,7 +65,7 @@ def _emulated(orders: Orders) -> EmulatorConfig:
 
 
 def _open(orders: Orders) -> Card:
-    """Load the runtime, join the other ranks' process group, and acquire the card."""
+    """Load the runtime, join the process group if there are several ranks, and acquire the card."""
     card = Card(orders.software, orders.rank, f"{orders.folder}/recipes", orders.shape)
     if orders.num_ranks > 1:
         hccl = card.module("distributed.hccl")

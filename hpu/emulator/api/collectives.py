@@ -46,7 +46,7 @@ CARRIERS = (
     *("alltoall", "alltoall_base", "send", "recv"),
     *("all_gather_single", "reduce_scatter_single", "all_to_all_single"),
 )
-"""ProcessGroup methods with tensor arguments."""
+"""ProcessGroup methods that reject host tensors in an hccl group."""
 MOVERS = (
     *("broadcast", "allgather", "_allgather_base", "all_gather_single", "gather", "send", "recv"),
 )
@@ -125,7 +125,8 @@ TYPED = {
 def refused(
     name: str, original: Callable[..., object], has_lazy_collectives: Callable[[], bool]
 ) -> Callable[..., object]:
-    """Wrap a method in REFUSED: raises RuntimeError for device tensors."""
+    """Wrap a method in REFUSED: raises RuntimeError for device tensors if the bridge rejects the
+    method in the current mode of collectives."""
     with_lazy, text = REFUSED[name]
 
     @functools.wraps(original)
@@ -162,10 +163,11 @@ class CollectiveCheck:
         self._device = device
 
     def check(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raise RuntimeError on every rank of the group in the arguments of operator `name` if the
-        ranks disagree on the operator, its tensors' shapes and dtypes, or its numbers (the root,
-        for example). The kind of reduction is not compared: torch does not expose it. Sends and
-        receives are not compared: they concern two ranks, and differ by design."""
+        """Raise RuntimeError (in strict mode, Misuse) on every rank of the group in the arguments
+        of operator `name` if the ranks disagree on the operator, its tensors' shapes and dtypes, or
+        its numbers (the root, for example). The kind of reduction is not compared: torch does not
+        expose it. Sends and receives are not compared: they concern two ranks, and differ by
+        design."""
         if name in POINT_TO_POINT:
             return
         group = _group_of(args, kwargs)
@@ -205,7 +207,7 @@ def _group_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def register(current: str) -> None:
     """Register `hccl` with torch.distributed, once per process. Registration cannot be undone, so
-    the backend looks up the installed card in the module `current` when a group is created."""
+    the backend looks up the installed card in torch's module `current` when a group is created."""
     if "HCCL" in dist.Backend._plugins:
         return
 

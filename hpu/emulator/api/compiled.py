@@ -36,7 +36,8 @@ SWITCHES = {
     "PT_HPU_FORCE_STATIC_COMPILE": False,
     "PT_HPU_USE_INPLACE_INDEX_COPY": True,
 }
-"""Variables of the back end with their default, which it reads when the package is imported."""
+"""Variables of the back end with their default. The vendor's back end reads them when the package
+is imported, the emulated back end also for each traced graph."""
 TRUE, FALSE = ("on", "1", "yes", "true", "y", "t"), ("off", "0", "no", "false", "n", "f")
 DECOMPOSITION = "PT_HPU_COMPILE_DECOMPOSITION_MODE"
 DECOMPOSITIONS = ("habana", "core_aten", "none")
@@ -142,11 +143,11 @@ def _refuse_training(graph: GraphModule, inputs: Sequence[Any]) -> Callable[...,
 def _region(
     device: EmulatedDevice, graph: GraphModule, *, is_dynamic: bool, falls_back: bool
 ) -> Callable[[list[Any]], Any]:
-    """Make a function that runs the lowered graph in its own region. Different graphs with the same
-    operations do not share recipes: the card's compiler sees the whole graph. Operators that the
-    partitioner would leave out are counted as misuses and stay in the graph. Raises AssertionError
-    for such an operator, except a collective, unless `falls_back`, the option use_eager_fallback
-    (the bridge's shared_layer.py)."""
+    """Make a function that runs the lowered graph in its own region. Graphs of different code do
+    not share recipes, even for equal operations: the card's compiler sees the whole graph.
+    Operators that the partitioner would leave out are counted as misuses and stay in the graph.
+    Raises AssertionError for such an operator, except a collective, unless `falls_back`, the option
+    use_eager_fallback (the bridge's shared_layer.py)."""
     for name, reason in left_out(graph, is_dynamic=is_dynamic):
         if not falls_back and reason != COLLECTIVE:
             raise AssertionError(f"Node: {name} requires fallback: True ({reason})")

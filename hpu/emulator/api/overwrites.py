@@ -41,7 +41,8 @@ class Overwrites:
 
     def load(self, original: Function) -> Function:
         """torch.load. If `map_location` is on the card, and always in lazy mode, it reads tensors
-        to the host and then moves them. In lazy mode `weights_only` is False by default."""
+        to the host and then moves them to `map_location`, if given. In lazy mode `weights_only` is
+        False by default."""
 
         def load(
             f: object,
@@ -65,8 +66,9 @@ class Overwrites:
         return load
 
     def fork_rng(self, original: Function) -> Function:
-        """torch.random.fork_rng, which restores the card's generator by default. By default torch
-        reads the generator of every card of the machine, and only the first card has one."""
+        """torch.random.fork_rng, which restores the card's generator by default. Without `devices`
+        torch reads the generators of all cards of the machine; it raises RuntimeError on a machine
+        with several cards, because only the first card has a generator."""
 
         def fork_rng(
             devices: object = None,
@@ -91,8 +93,7 @@ class Overwrites:
 
 
 def record_stream(original: Function) -> Function:
-    """Tensor.record_stream: a no-op for tensors of the card, because the emulated streams keep the
-    memory that they still read."""
+    """Tensor.record_stream: a no-op for tensors of the card."""
 
     def record(tensor: Tensor, stream: object) -> None:
         if not isinstance(tensor, HpuTensor):
@@ -209,8 +210,8 @@ def _placed(value: object, place: str | torch.device | Callable[..., object]) ->
 
 def _moved(value: Any, known: dict[int, tuple[Tensor, Tensor]]) -> Any:
     """`value` with its tensors and modules moved to the card, as torch.load does in eager mode;
-    dicts are changed in place. `known`: id of a tensor -> (tensor, its copy on the card), so that
-    shared tensors stay shared."""
+    dicts are changed in place. `known`: id of a tensor -> (tensor, its copy on the card), so that a
+    tensor that occurs twice is copied once."""
     if isinstance(value, nn.Module):
         return value.to(DEVICE)
     if isinstance(value, Tensor):

@@ -106,8 +106,7 @@ class Api:
             raise AssertionError(f"Invalid device id: {device} of {self.device_count()} devices")
 
     def synchronize(self) -> None:
-        """Wait for all streams. It has no argument (the bridge's
-        torch/hpu/__init__.py)."""
+        """Wait for all streams. It has no argument (the bridge's torch/hpu/__init__.py)."""
         self._device.synchronize()
 
     def is_bf16_supported(self) -> bool:
@@ -188,8 +187,8 @@ class Api:
         return torch.get_autocast_dtype("hpu")
 
     def can_device_access_peer(self, device: object, peer_device: object) -> bool:
-        """Raises AssertionError for equal or invalid devices (the bridge's
-        torch/hpu/__init__.py)."""
+        """Raises AssertionError for equal devices (the bridge's torch/hpu/__init__.py), and the
+        errors of `_check_index`."""
         self._check_index(device)
         self._check_index(peer_device)
         if _index_of(device) == _index_of(peer_device):

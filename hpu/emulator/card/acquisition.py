@@ -13,9 +13,9 @@ class Acquisition:
     """Ownership of a card: acquired at the first use, released by `release` or at the end of the
     process.
 
-    Raises RuntimeError with the driver's text if another process has the card, if it was released
-    less than `release_delay_s` ago, or if this process is a fork of the owner (which hangs on a
-    real card).
+    `touch` raises RuntimeError if another process has the card or released it less than
+    `release_delay_s` ago (with the driver's text), or if this process is a fork of the owner (which
+    hangs on a real card).
     """
 
     def __init__(self, config: EmulatorConfig, variables: RuntimeVariables) -> None:
@@ -80,7 +80,7 @@ class Acquisition:
                 f"module {self.module} is held by process {owner}"
             ) from None
         if len(words) == 2:
-            # Negative if the machine has rebooted since.
+            # May be negative after a reboot.
             waited = time.monotonic() - float(words[1])
             if words[0] == "0" and 0 <= waited < self._config.release_delay_s:
                 fcntl.flock(file, fcntl.LOCK_UN)

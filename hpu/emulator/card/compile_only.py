@@ -37,8 +37,8 @@ class CompileOnly:
                 self._older[number] = raw, raw.clone()
 
     def created(self, outs: Iterable[HpuTensor], given: Iterable[HpuTensor]) -> None:
-        """Record the tensors that an op has allocated, which share no memory with its arguments
-        `given`."""
+        """Record the results `outs` of an op that share no memory with older tensors among its
+        arguments `given`."""
         shared = {_storage(argument) for argument in given} - self._created
         for out in outs:
             if _storage(out) not in shared:

@@ -177,9 +177,10 @@ class EmulatedDevice:
         """`are_running` in a thread: the card runs an op of the vendor's namespace."""
         self._recording: Callable[[], Recording | None] = lambda: None
         self.is_dry_run = False
-        """Whether the real card executes no ops: during a capture without tensor cache, and after
-        such a capture has failed until a capture succeeds. The emulator executes the ops of the
-        capture, in place of the replay that follows the capture."""
+        """Whether the real card executes no ops: during a capture that is a dry run (any capture
+        without tensor cache), and after a dry run has failed, until another capture succeeds or
+        begins without a dry run. The emulator executes the ops of the capture, in place of the
+        replay that follows the capture."""
         self.only_compiled = CompileOnly()
         self.in_region = False
         """Whether execution is inside a region compiled with hpu_backend."""
@@ -215,8 +216,8 @@ class EmulatedDevice:
 
     @property
     def recording(self) -> Recording | None:
-        """The capture in progress, until it ends or its graph is destroyed. The runtime does not
-        otherwise end a capture whose function raised an error (the bridge's HPUGraph.cpp)."""
+        """The capture in progress, until it ends or a graph is destroyed. An error in the captured
+        function does not end the capture (the bridge's HPUGraph.cpp)."""
         return self._recording()
 
     @recording.setter
@@ -540,7 +541,7 @@ class EmulatedDevice:
         return wrapped
 
     def _check_fp8(self, op: str, outs: list[HpuTensor]) -> None:
-        """Report FP8 values, cast or copied from the host, that exceed the card's range."""
+        """Report float8_e4m3fn results of a copy or a cast that exceed the card's range."""
         largest = self.generation.fp8_max
         for out in outs:
             if out.dtype == torch.float8_e4m3fn and out.numel():
@@ -551,8 +552,8 @@ class EmulatedDevice:
 
     def _launch_before_upload(self, target: HpuTensor) -> None:
         """Launch the collected operations before an upload, if they write its target. If they only
-        read the target, the upload takes place before them: they read what it uploads
-        (copy_hpu_lazy_H2D in the bridge's lazy_kernels.cpp)."""
+        read the target, a real card uploads before it runs them, so that they read the new data;
+        this is reported (copy_hpu_lazy_H2D in the bridge's lazy_kernels.cpp)."""
         if self.launches.is_written_next(target.allocation):
             self.close_segment()
         elif self.launches.is_read_next(target.allocation):
@@ -564,7 +565,7 @@ class EmulatedDevice:
     ) -> None:
         name, lazy = op.name, self.is_lazy()
         parts = self._describe(args), self._describe(kwargs)
-        # Views and in-place ops write to an argument's memory and need no workspace.
+        # A result in an argument's memory needs no workspace.
         storages = {id(tensor.allocation) for tensor in given}
         largest = 0
         for tensor in given:
@@ -643,8 +644,8 @@ class EmulatedDevice:
         return registry.is_supported(func, args, kwargs, config.generation, mode)
 
     def _fall_back(self, name: str) -> None:
-        """Count an op that runs on the host, after all queued work. Raises RuntimeError during a
-        capture, and for an op that must not run on the host."""
+        """Launch the collected ops, and count an op that runs on the host. Raises RuntimeError
+        during a capture, and for an op that must not run on the host."""
         if self.recording is not None:
             raise RuntimeError(f"{name}: cpu fallback is not supported during hpu graph capturing")
         if not self.variables.may_fall_back(name):
@@ -667,8 +668,8 @@ class EmulatedDevice:
         return self._to_host(target, source, bool(kwargs.get("non_blocking")))
 
     def _to_host(self, target: Tensor, source: HpuTensor, non_blocking: bool) -> Tensor:
-        """Copy to the host. With `non_blocking` the target keeps its contents (garbage in a new
-        tensor) until the host has waited."""
+        """Copy to the host. With `non_blocking`, unless the host converts the dtype, the target
+        keeps its contents (garbage in a new tensor) until the host has waited."""
         non_blocking = non_blocking and not self._converts(target, source)
         if self.recording is not None or not non_blocking:
             self.host_sync("aten::copy_")
@@ -863,8 +864,7 @@ def _non_blocking(args: tuple[Any, ...], kwargs: dict[str, Any], position: int) 
 
 
 def _check_devices(name: str, given: list[Tensor]) -> None:
-    """Raise RuntimeError for a host tensor with dimensions: only copies mix host and device
-    tensors."""
+    """Raise RuntimeError for a host tensor with dimensions."""
     for tensor in given:
         if not isinstance(tensor, HpuTensor) and tensor.dim() > 0:
             raise RuntimeError(

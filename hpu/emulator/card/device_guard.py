@@ -1,5 +1,5 @@
-"""Device guard of the emulated card. torch's own methods need a guard, which a vendor's driver
-would register."""
+"""Device guard of the emulated card. torch's own methods need a guard, which the vendor's bridge
+registers for a real card."""
 
 import ctypes
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""HPUGraph: a recording of the ops between begin and end, replayed without Python, so that
-accidentally captured constants become visible.
+"""HPUGraph: a recording of the ops between begin and end, replayed without the program's Python
+code, so that accidentally captured constants become visible.
 
 A replay with static tensors (tensor cache on) writes to the tensors of the capture. Without tensor
 cache, each replay allocates and frees its intermediates; the intermediates of the capture are
@@ -116,7 +116,7 @@ class HPUGraph:
         self._own: weakref.WeakSet[Allocation] = weakref.WeakSet()
         """Storages that the captured ops created."""
         self._held: set[Allocation] = set()
-        """Storages of other tensors that the captured ops read, except the inputs: they stay
+        """Storages of other tensors that the captured ops use, except the inputs: they stay
         allocated (capture_end in the bridge's HPUGraph.cpp)."""
         self._used: weakref.WeakSet[Allocation] = weakref.WeakSet()
         """Storages that every replay reads or writes, except the inputs."""
@@ -524,7 +524,7 @@ class HPUGraph:
 
     @property
     def _loses_writes(self) -> bool:
-        """Whether a fault loses in-place writes after a replay without tensor cache."""
+        """Whether a fault loses the in-place writes of a replay without tensor cache."""
         return not self._is_static and self._device.has_fault("graph-cache-writes")
 
     def _replay_constants(

@@ -12,7 +12,7 @@ class Allocation:
     `last_write`: StreamClock time of the last write, by the stream with the key `last_writer`;
     `last_reads`: time of the last read by the key of its stream; `last_launch`: number of the last
     launch that read or wrote the bytes, also by a view alone; `read_by` and `written_by`: number of
-    the last launch with an operation that did so."""
+    the last launch of collected ops, other than views, that read or wrote the bytes."""
 
     __slots__ = (
         *("__weakref__", "memory", "size"),

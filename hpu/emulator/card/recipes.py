@@ -86,7 +86,7 @@ class Segment:
         """Names of the ops in the last closed segment, in order."""
 
     def add(self, op: str, parts: tuple[object, ...], largest: int) -> None:
-        """Append an op; `largest` is the bytes of its largest output."""
+        """Append an op; `largest` is the bytes of its largest output that needs workspace."""
         self._ops.append((op, parts))
         self._names.append(op)
         self._workspace = max(self._workspace, largest)

@@ -67,7 +67,7 @@ would treat float64 as float32."""
 Arguments = tuple[Any, ...]
 Keywords = dict[str, Any]
 Report = Callable[[str, str, str], None]
-"""Called with (kind, text, op) if the values of a tensor break a rule."""
+"""Called with (kind, text, op) if an op breaks a rule."""
 
 
 class IndexRule(NamedTuple):

@@ -148,8 +148,8 @@ class StreamState:
         misuse: ReportMisuse,
     ) -> None:
         """Record an operation of this stream. Reports a read of what another stream wrote, or a
-        write to what another stream reads or wrote, if this stream has not waited for the other
-        stream."""
+        write to what another stream reads or wrote, if neither this stream nor the host has waited
+        for the other stream."""
         for used in (*reads, *writes):
             if not self._is_after(used.last_writer, used.last_write):
                 other = "the default stream" if used.last_writer == 0 else "another stream"

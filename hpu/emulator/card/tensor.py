@@ -59,7 +59,7 @@ class HpuTensor(Tensor):
     uid: int
     is_view: bool
     kinds: tuple[str, ...]
-    """How the view was made: the operators, first the first; empty for a whole tensor."""
+    """How the view was made: its operators in order; empty for a whole tensor."""
 
     # Torch declares a method here; assigning the disabled form switches it off.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -217,7 +217,7 @@ def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
 
 
 def is_hpu(device: Any) -> bool:
-    """Whether a device, string, or None names the card."""
+    """Whether a device or a string is of type `hpu`; False for other values."""
     if isinstance(device, torch.device):
         return device.type == "hpu"
     return isinstance(device, str) and device.partition(":")[0] == "hpu"
@@ -239,7 +239,7 @@ def with_index(value: Any) -> Any:
 
 def get_item(tensor: Tensor, key: Any) -> Tensor:
     """`tensor[key]`; the host reads a 0-dimensional index tensor, as torch does. In eager mode, an
-    index tensor stays on the host."""
+    index tensor on the host stays there."""
     is_eager = isinstance(tensor, HpuTensor) and tensor.owner.runs_eagerly()
     view, indices = _view(tensor, key, uploads=not is_eager)
     if not indices:

@@ -18,7 +18,8 @@ Report = Callable[[str, str, str], None]
 """Called with (kind, text, op) of a misuse."""
 
 STAGED_BYTES = 1 << 20
-"""Uploads below this size are copied to a staging buffer before the call returns."""
+"""Uploads below this size, except from pinned memory, are copied to a staging buffer before the
+call returns."""
 
 
 class Copy(NamedTuple):
@@ -46,8 +47,8 @@ class WorkQueue:
     """Submitted work in order, by stream.
 
     A copy reaches its target when the host has waited for it or, with `late_copy_s` and unpinned
-    memory, up to that many seconds later and in two parts: a thread of the runtime copies from a
-    staging buffer, and neither events nor a synchronize wait for it. A large asynchronous upload
+    memory, up to that many seconds later, in one or two parts: a thread of the runtime copies from
+    a staging buffer, and neither events nor a synchronize wait for it. A large asynchronous upload
     reads its source up to `late_copy_s` later. An asynchronous upload from pinned memory reads its
     source when the host waits (copy_data_to_device_ in the bridge's device.cpp). A kernel's error
     is raised when the host next waits for all work, not by the call that caused it.

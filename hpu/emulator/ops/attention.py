@@ -114,7 +114,8 @@ def sdpa_scores(
     valid_seq_len: Tensor | None,
     seq_padding_type: str,
 ) -> Tensor:
-    """Scores (batch, ..., queries, keys) float32, minus infinity for masked keys."""
+    """Scores (batch, ..., queries, keys) float32, with a float mask added, and minus infinity for
+    keys that another mask hides."""
     length, span = q.shape[-2], k.shape[-2]
     scores = (q.float() @ k.float().transpose(-1, -2)) * scale_of(scale, q)
     if mask is not None:

@@ -1,4 +1,4 @@
-"""Reference implementations on CPU tensors of FP8 fused attention and softmax, and of bfloat16
+"""Reference implementations on CPU tensors of FP8 fused attention and softmax, and of unquantized
 attention that measures its softmax.
 
 Schemas and result types follow the bridge (HabanaAI/gaudi-pytorch-bridge: kernels_register.cpp,
@@ -59,11 +59,12 @@ class Fp8Attention:
         sink: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         """(out, 0, 0, 0, largest softmax weight or 0, largest |output| or 0), all except `out` of
-        shape (1) (Fp8SDPARecompFwdOutputShape in the bridge's sdpa_gen.cpp). The zeros are in
-        the places of the row maxima, inverse sums and seed of a backward pass.
+        shape (1) (Fp8SDPARecompFwdOutputShape in the bridge's sdpa_gen.cpp). The zeros are in the
+        places of the row maxima, inverse sums and seed of a backward pass.
 
-        FP8 operands are multiplied by their `d_scale`s. The softmax weights are then rounded to FP8
-        with `q_scale_s`, and the output is FP8 if there is a `q_scale_o`, else bfloat16.
+        Operands are multiplied by their `d_scale`s. For FP8 operands the softmax weights are then
+        rounded to FP8 with `q_scale_s`, and the output is FP8 if there is a `q_scale_o`, else
+        bfloat16; for other operands the output has their dtype.
         """
         is_fp8 = q.dtype == torch.float8_e4m3fn
         if {k.dtype, v.dtype} != {q.dtype}:

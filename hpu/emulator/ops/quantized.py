@@ -1,5 +1,5 @@
-"""Reference implementations of quantized ops on CPU tensors: FP8 casts and matmuls that saturate
-like the card's generation, int4 unpacking, mixture of experts."""
+"""Reference implementations of quantized ops on CPU tensors: FP8 casts, which saturate like the
+card's generation, FP8 matmuls, int4 unpacking, mixture of experts."""
 
 import math
 from collections.abc import Callable
@@ -139,7 +139,8 @@ class Fp8:
     ) -> tuple[Tensor, Tensor]:
         """(x times the multiplier `scale`, saturated, in FP8; largest |x|, or (0) without
         `is_amax`). Raises RuntimeError without a dtype, which the bridge requires, for an input
-        that is neither in WIDE nor of the target's dtype, and for FP8 inputs with `is_amax`."""
+        that is neither in WIDE nor of the target's dtype, for FP8 inputs with `is_amax`, and for a
+        scale that does not broadcast to the shape of `x`."""
         if not dtype:
             raise RuntimeError("cast_to_fp8_v2 needs a dtype: expected a scalar type, got None")
         target = dtype
@@ -168,8 +169,8 @@ class Fp8:
         out_dtype: torch.dtype,
         scale_shape: list[int] | None = None,
     ) -> Tensor:
-        """Dequantize: x times `scale`. Raises RuntimeError for an `out_dtype` that is not in
-        WIDE."""
+        """Dequantize: x times `scale`. Raises RuntimeError for an `out_dtype` that is not in WIDE,
+        and for a scale that does not broadcast to the shape of `x`."""
         if out_dtype not in WIDE:
             raise RuntimeError(
                 f"CastFromFp8 output dtype must be equal to float or bfloat16, got {out_dtype}"
@@ -191,8 +192,8 @@ class Fp8:
         B_scale_shape: list[int] | None = None,
     ) -> Tensor:
         """A @ B in float32, times both dequantization scales. Raises RuntimeError for an operand
-        with a value above `largest`, which the device cannot represent, for `accumulate` without
-        `D`, and for scales that do not broadcast to their operand."""
+        with a value above `largest`, for `accumulate` without `D`, and for scales that do not
+        broadcast to their operand."""
         for name, operand in (("A", A), ("B", B)):
             self._check_range(f"fp8_gemm_v2, {name}", operand)
         left = A.float().transpose(-1, -2) if trans_A else A.float()

@@ -12,8 +12,8 @@ NUM_RANKS = 2
 
 
 def collectives(card: Card) -> Iterator[Comparison]:
-    """Eager collectives. The process group already exists: it is created before the first use of
-    the card."""
+    """Collectives outside of a graph. The process group already exists: it is created before the
+    first use of the card."""
     dist = card.torch.distributed
     torch, rank = card.torch, card.rank
     hosts = [card.values(64, seed=number) for number in range(NUM_RANKS)]

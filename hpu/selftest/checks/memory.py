@@ -28,7 +28,8 @@ NAMES = {
     "utils.internal": ("is_lazy",),
     "utils.experimental": ("_get_device_type", "synDeviceType"),
 }
-"""Names that a server or the self-test uses in lazy mode, by module of the vendor."""
+"""Names that the check looks for in lazy mode, by module of the vendor: most of the names that a
+server or the self-test uses."""
 
 
 def memory_stats(card: Card) -> Iterator[Comparison]:
@@ -103,7 +104,7 @@ def recipe_cache(card: Card) -> Iterator[Comparison]:
     folder = Path(card.recipe_folder)
     # In inference mode the runtime appends the rank to the name of the folder.
     folders = [folder, Path(f"{folder}{card.rank}")]
-    # A random constant, so that no earlier run has stored the recipe.
+    # A random constant, because an earlier run may have stored the recipe of a fixed constant.
     number = int.from_bytes(os.urandom(2), "big") + 3
     on_card = card.put(card.values(5, 13)) + number
     card.synchronize()

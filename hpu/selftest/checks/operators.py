@@ -144,7 +144,7 @@ def wide_matmuls(card: Card) -> Iterator[Comparison]:
 
 def extremes(card: Card) -> Iterator[Comparison]:
     torch = card.torch
-    # Adjacent float32 values that are equal in bfloat16.
+    # Different float32 values that are equal in bfloat16.
     scores = 1 + torch.arange(64).view(2, 32) * 2.0**-20
     numbers = 2**24 + torch.arange(64).view(2, 32).int()
     yield Comparison("amax", card.put(scores).amax(-1), scores.amax(-1), 0.0)

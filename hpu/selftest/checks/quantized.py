@@ -22,7 +22,7 @@ INNER = 32
 MANY_EXPERTS = 128
 """Number of experts in a layer of Qwen3-30B-A3B."""
 FP8 = 0.15
-"""Tolerance of FP8 matmuls; FP8 has three mantissa bits."""
+"""Tolerance of experts in FP8, which has three mantissa bits."""
 CODE_BLOCK = 32
 CODE_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 

@@ -82,7 +82,7 @@ LIMITED: dict[str, tuple[str, Callable[[], object]]] = {
         lambda: torch.div(_ones(torch.uint8), _ones(torch.uint8), rounding_mode="floor"),
     ),
 }
-"""Modes in which an operator's arguments exceed the bridge's own limits, by operator."""
+"""(mode in which a call exceeds the bridge's own limits, the call), by operator."""
 
 
 @pytest.mark.parametrize("lazy", [True, False])
