@@ -99,8 +99,8 @@ class HostCopies:
         return GaudiEvent(self._runtime.Event(enable_timing=True), self)
 
     def record(self) -> tuple[int, Any]:
-        """(number, event) after all copies started so far. The event is None if no copy was
-        started, or if the copies run on the default stream, whose next event covers them."""
+        """(number, event) after all copies started so far. The event is None before the first copy,
+        or if the copies run on the default stream, whose next event covers them."""
         if self._started:
             self._event = self._stream.record_event() if self.kind == SIDE_COPIES else None
             self._number += 1
