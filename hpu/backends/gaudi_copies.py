@@ -22,7 +22,7 @@ an integer, more than any token, rank or count."""
 
 POLL_S = 20e-6
 ARRIVAL_TIMEOUT_S = 1.0
-"""Maximum wait for a copy after its event; then the copy is repeated as a blocking copy."""
+"""Maximum wait of `wait_until`; then missing copies are repeated as blocking copies."""
 
 
 class _Copy(NamedTuple):

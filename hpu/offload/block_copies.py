@@ -39,7 +39,7 @@ class BlockCopies(Protocol):
 
     def store(self, step: int, blocks: list[int], slots: list[int], hashes: list[bytes]) -> None:
         """Copy `blocks` to `slots`, and write them to files named after their `hashes` if there are
-        files. If the device has its own memory, the slots become valid some time after `land` of
+        files. If the device has its own memory, the slots may become valid only after `land` of
         this step."""
         ...
 
