@@ -372,7 +372,7 @@ class BucketLimits:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_prefill_batch: int
-    """Maximum number of sequences of a prefill. Without padding, the engine has another maximum."""
+    """Maximum number of sequences of a prefill. Without padding, the engine may launch more."""
     num_blocks: int
     prefix_caching: bool
     is_pooling: bool = False
