@@ -117,7 +117,7 @@ class LaunchFeature:
         index of each row."""
 
     def fill_dummy(self, arrays: LaunchArrays) -> None:
-        """Write the inputs of a warm-up."""
+        """Write the inputs of a warm-up, or of a launch without requests."""
         self.clear(arrays)
 
     def clear(self, arrays: LaunchArrays) -> None:

@@ -30,10 +30,10 @@ class CoreRange(NamedTuple):
 
 
 def bind_worker(config: EngineConfig, ranks: Ranks, root: Path = ROOT) -> EngineConfig:
-    """On a host with several NUMA nodes, bind this process to the cores near its card. A CPU worker
-    is bound to its share of the cores, if there are several workers and all run on this host. Must
-    be called before torch is imported. Returns `config`, with `num_threads` set to the number of
-    usable cores for a bound CPU worker that has no `num_threads`."""
+    """On a host with several NUMA nodes, bind this process to the cores near its card, if they are
+    known. A CPU worker is bound to its share of the cores, if there are several workers and all run
+    on this host. Must be called before torch is imported. Returns `config`, with `num_threads` set
+    to the number of usable cores for a bound CPU worker that has no `num_threads`."""
     if not hasattr(os, "sched_setaffinity"):
         return config
     device = chosen_device(config.device)
@@ -90,8 +90,8 @@ def cores_of_rank(
     rank: int, num_ranks: int, usable: Collection[int], root: Path = ROOT
 ) -> CoreRange | None:
     """Cores of worker `rank` of `num_ranks` CPU workers on this host: equal ranges of the `usable`
-    cores, node by node. None if there is a single node, a single worker, or fewer cores than
-    workers."""
+    cores, node by node. None if fewer than two nodes have usable cores, or if there is a single
+    worker or fewer cores than workers."""
     nodes: Mapping[int, frozenset[int]] = {
         node: cores & frozenset(usable) for node, cores in numa_nodes(root).items()
     }

@@ -179,9 +179,9 @@ class Launch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """A forward pass in a bucket. Results are in the order of `req_indices`.
 
     Prefill: request i computes its next `query_lens[i]` tokens, and samples if they are its last
-    (`samples[i]`). Decode: each request computes its last sampled token and always samples;
-    `query_lens` and `samples` are empty. For a pooling model every launch is a prefill,
-    `req_indices` are indices into the plan's `texts`, and no request samples.
+    (`samples[i]`). Decode: each request computes its last sampled token, and its drafts if there
+    are any, and always samples; `query_lens` and `samples` are empty. For a pooling model every
+    launch is a prefill, `req_indices` are indices into the plan's `texts`, and no request samples.
 
     A launch without requests computes only padding, for the experts of other engines.
     """
@@ -321,8 +321,8 @@ class StepResult(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, 
     """Results of a pooling model, in the order of the launches' texts: (number of vectors, float32
     little-endian); -1 vectors if any value is not finite."""
     token_counts: list[int] = []
-    """Number of tokens of each sampling request, in the order of `tokens`; empty if every request
-    has exactly one token. Near the end, so that an empty column takes no bytes on the wire."""
+    """Number of tokens of each sampling request, in the order of `tokens`; empty: every request has
+    exactly one token. Near the end, so that an empty column takes no bytes on the wire."""
     drafts: list[tuple[int, list[int]]] = []
     """(index of a sampling request, draft tokens that its next decode may verify). Sent for
     requests with a grammar, so that the engine can send bitmasks. If only the last of several
@@ -372,6 +372,7 @@ class BucketLimits:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_prefill_batch: int
+    """Maximum number of sequences of a prefill. Without padding, the engine may launch more."""
     num_blocks: int
     prefix_caching: bool
     is_pooling: bool = False
@@ -437,7 +438,7 @@ class OffloadFacts(msgspec.Struct, array_like=True, gc=False, frozen=True):
     load_s: float
     """Measured seconds to copy a block to the device."""
     max_files: int
-    """Number of blocks in files; 0: no files."""
+    """Maximum number of blocks in files; 0: no files."""
     file_hashes: bytes
     """32 bytes per block: hashes of blocks whose files all workers have, least recently used
     first."""
@@ -517,7 +518,7 @@ class WorkerReady(msgspec.Struct, array_like=True, gc=False, tag=5):
     request holds from its first step until it ends. 0: image tokens use the rows, and images are
     held until their last token is computed."""
     offload: OffloadFacts = NO_OFFLOAD
-    """KV block storage outside the device; None: not configured."""
+    """KV block storage outside the device; NO_OFFLOAD: not configured."""
 
     def rank_facts(self, rank: int) -> RankFacts:
         """This worker's facts, as a member of a group."""

@@ -175,9 +175,10 @@ class Backend(Protocol):
         ...
 
     def input_tensors(self, size: int, dtype: torch.dtype, count: int) -> Iterator[Tensor]:
-        """Flat device tensors among which the uploads of `count` launches in flight alternate, each
-        created when it is taken. A single tensor is repeated, unless an upload into a tensor waits
-        for the launch that reads it."""
+        """Flat device tensors among which the uploads of `count` launches in flight alternate: the
+        same tensor `count` times; different tensors, each created when it is taken, if an upload
+        into a tensor waits for the launch that reads it; one tensor if no launch is in flight
+        during an upload."""
         return itertools.repeat(self.zeros((size,), dtype), count)
 
     def host_for(self, device: Tensor) -> Tensor:

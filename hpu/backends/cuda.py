@@ -1,5 +1,5 @@
-"""CudaBackend: an NVIDIA GPU, for development without a Gaudi. Launches are padded to buckets and
-replayed as graphs, as on a Gaudi."""
+"""CudaBackend: an NVIDIA GPU, for development without a Gaudi. Launches are padded to buckets and,
+unless eager mode is enforced, replayed as graphs."""
 
 import logging
 from collections.abc import Sequence
@@ -68,7 +68,7 @@ class CudaBackend(Backend):
     All work runs on the current stream, in the order of submission. Only captures with their
     warm-up runs, and `upload_beside`, use side streams, which the current stream waits for.
 
-    All graphs share one memory pool: a replay writes everything that it reads, except its inputs,
+    All graphs share one memory pool: a replay reads nothing from the pool that it has not written,
     and replays do not overlap. A graph's outputs are therefore valid until the next replay of any
     graph. Raises ConfigError without a usable GPU.
     """

@@ -321,8 +321,9 @@ class GaudiBackend(Backend):
         * Softmax in float32 for Qwen2, and for float16, in which scores of one request may overflow
           and reach other requests of the batch.
 
-        * block_softmax_adjustment where it exists, except for Qwen2, and only for bfloat16: the
-          bridge's tests skip float32 in lazy and compile mode because of its accuracy.
+        * block_softmax_adjustment where it is known to exist, except for Qwen2, and only for
+          bfloat16: the bridge's tests skip float32 in lazy and compile mode because of its
+          accuracy.
 
         * The kernel block_softmax is not used.
 
@@ -475,7 +476,7 @@ class GaudiBackend(Backend):
         return HpuFp8Format(kv_cache_dtype, GENERATIONS[card].fp8_max)
 
     def prompts_per_row(self, scheduler: SchedulerConfig) -> int:
-        # The fused attention supports such rows. Other devices pad little or not at all.
+        # The fused attention supports such rows.
         return scheduler.prefill_batch() if scheduler.merged_prefill else 1
 
     def memory(self) -> tuple[int, int]:
@@ -548,8 +549,8 @@ class GaudiBackend(Backend):
         return (self.zeros((size,), dtype) for _ in range(count))
 
     def capture_input(self, uploaded: Tensor) -> Tensor:
-        # A private copy: the runtime copies each replay's inputs to the captured tensors, which
-        # must not alias the target of an upload.
+        # A private copy: with the tensor cache, the runtime copies each replay's inputs to the
+        # captured tensors, which must not alias the target of an upload.
         return uploaded.clone()
 
     def to_host(self, tensor: Tensor) -> Tensor:
@@ -748,7 +749,8 @@ class GaudiBackend(Backend):
     def compile_only(self) -> Iterator[bool]:
         """PT_COMPILE_ONLY_MODE, as in the warm-up of vLLM's Gaudi plug-in (warmup_model in
         vllm_gaudi/v1/worker/hpu_model_runner.py): the bridge compiles a recipe, and skips synLaunch
-        (its graph.cpp). Yields False if the runtime does not know this variable."""
+        (its graph.cpp). Yields False in the modes eager and lazy, or if the runtime does not know
+        this variable."""
         if self._mode not in (HPU_GRAPHS, TORCH_COMPILE):
             yield False
             return

@@ -22,7 +22,7 @@ an integer, more than any token, rank or count."""
 
 POLL_S = 20e-6
 ARRIVAL_TIMEOUT_S = 1.0
-"""Maximum wait for a copy after its event; then the copy is repeated as a blocking copy."""
+"""Maximum wait of `wait_until`; then missing copies are repeated as blocking copies."""
 
 
 class _Copy(NamedTuple):
@@ -99,8 +99,8 @@ class HostCopies:
         return GaudiEvent(self._runtime.Event(enable_timing=True), self)
 
     def record(self) -> tuple[int, Any]:
-        """(number, event) after all copies started so far. The event is None if no copy was
-        started, or if the copies run on the default stream, whose next event covers them."""
+        """(number, event) after all copies started so far. The event is None before the first copy,
+        or if the copies run on the default stream, whose next event covers them."""
         if self._started:
             self._event = self._stream.record_event() if self.kind == SIDE_COPIES else None
             self._number += 1

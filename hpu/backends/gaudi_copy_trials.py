@@ -100,7 +100,7 @@ class CopyTrials:
 
     def _measure(self, kind: str) -> float:
         """Median seconds for which a copy blocks the thread that launches. Raises RuntimeError for
-        wrong values."""
+        wrong or late values."""
         copies = self._make_copies(kind)
         state = torch.zeros(WIDTH, dtype=torch.int32).to("hpu")
         held = []

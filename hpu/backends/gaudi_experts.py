@@ -77,7 +77,7 @@ def _difference(experts: Experts, compiled: Compiled) -> float:
     num_tokens = max(MIN_TOKENS, -(-count // NUM_CHOSEN))
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(num_tokens, hidden_size, generator=generator)
-    # Each expert has a token, and no token has an expert twice.
+    # Each expert has a token. No token has an expert twice if there are at least NUM_CHOSEN.
     order = torch.arange(num_tokens * NUM_CHOSEN).view(num_tokens, NUM_CHOSEN) % count
     weights = torch.rand(num_tokens, NUM_CHOSEN, generator=generator)
     name = experts.activation_name

@@ -30,9 +30,9 @@ class GaudiGroup:
             rank=ranks.global_rank,
             local_rank=ranks.device_index,
         )
-        # The vendor's own engine calls mark_step before each collective: with lazy collectives the
-        # bridge may otherwise reduce a tensor that is not computed yet (vllm-project/vllm-gaudi,
-        # distributed/device_communicators/hpu_communicator.py).
+        # The vendor's plug-in for vLLM calls mark_step before each collective: with lazy
+        # collectives the bridge may otherwise reduce a tensor that is not computed yet
+        # (vllm-project/vllm-gaudi, distributed/device_communicators/hpu_communicator.py).
         self.world = join("hccl", ranks, importlib.import_module(CORE).mark_step)
 
     def check(self, device: torch.device) -> None:

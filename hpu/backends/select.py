@@ -21,8 +21,8 @@ def select_backend(
 ) -> Backend:
     """Return the backend that `config.device` names; for `auto`, a Gaudi if its runtime is
     installed, else the CPU. An NVIDIA GPU, which is for development, must be named. The returned
-    backend has joined the other `ranks` of the model. `on_step` may be called during its
-    preparation.
+    backend has joined the other `ranks` of the model. `on_step` is called while the CPU's kernels
+    are built.
 
     The backend's file in hpu/backends/ has the name of the device's file in config/devices/; its
     BACKENDS maps device names to constructors. Raises ConfigError.

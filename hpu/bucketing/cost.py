@@ -13,7 +13,8 @@ Shapes = tuple[list[Shape], list[Shape]]
 Numbers = TypeVar("Numbers", int, NDArray[np.int64])
 
 POSITIONS_PER_TOKEN = 2048
-"""Number of cached positions whose attention costs as much as the linear layers of one token."""
+"""Number of cached positions whose attention costs as much as the linear layers of a prompt token.
+A token of a decode counts as a sixteenth."""
 
 LAUNCH_TOKENS = 64
 """Cost of an additional launch, in tokens (the weights are read again); approximate."""

@@ -127,8 +127,8 @@ def with_rare(launches: Launches, limits: BucketLimits) -> Launches:
 
 
 def _sample(traffic: list[Lengths], limits: BucketLimits) -> list[Lengths]:
-    """Requests drawn evenly over the total weight, shuffled with a fixed seed, because the engine
-    and the worker must build the same table."""
+    """Requests drawn evenly over the total weight, shuffled with a fixed seed, so that every start
+    builds the same table."""
     total = sum(lengths.weight for lengths in traffic)
     count = max(SAMPLE, WAVES * limits.max_num_seqs)
     if total == len(traffic):

@@ -39,7 +39,7 @@ class BlockCopies(Protocol):
 
     def store(self, step: int, blocks: list[int], slots: list[int], hashes: list[bytes]) -> None:
         """Copy `blocks` to `slots`, and write them to files named after their `hashes` if there are
-        files. If the device has its own memory, the slots become valid some time after `land` of
+        files. If the device has its own memory, the slots may become valid only after `land` of
         this step."""
         ...
 
@@ -61,7 +61,7 @@ class BlockCopies(Protocol):
         ...
 
     def close(self) -> None:
-        """Finish the copies that have reached the host, drop the others, and clear the staging
+        """Finish the copies of the steps given to `land`, drop the others, and clear the staging
         memory on the host."""
         ...
 
@@ -252,7 +252,7 @@ class StagedCopies:
         self._backend.synchronize()
 
     def close(self) -> None:
-        # Copies that the device has not completed are dropped.
+        # The device may not have completed these copies.
         self._in_flight.clear()
         self._thread.shutdown()
         with torch.inference_mode():

@@ -29,7 +29,7 @@ LOCK = ".lock"
 LOCK_TIMEOUT_S = 10.0
 """Maximum wait of a start for the previous owner of the files to exit; seconds."""
 CLOSE_S = 5.0
-"""Maximum wait at exit for pending writes; seconds."""
+"""Maximum wait of `BlockFiles.close` for pending writes; seconds."""
 FOLDER = re.compile(r"kv-[0-9a-f]{32}")
 
 
@@ -38,7 +38,7 @@ class NoFiles:
 
     @property
     def hashes(self) -> list[bytes]:
-        """Hashes of the blocks with a file, least recently used first."""
+        """Hashes of the blocks with a file; at the start, least recently used first."""
         return []
 
     def write(self, hashes: Iterable[bytes], slots: Iterable[int]) -> None:
@@ -299,8 +299,8 @@ def _is_unused(folder: Path) -> bool:
 
 
 def acquire(folders: Sequence[Path]) -> tuple[int, int]:
-    """(index, lock descriptor) of the first of `folders` that no process uses. The process holds
-    the lock until it exits. Raises ConfigError if all folders are in use, or if a folder is
+    """(index, lock descriptor) of the first of `folders` that no process uses. The lock is held
+    until its descriptor is closed. Raises ConfigError if all folders are in use, or if a folder is
     unusable."""
     deadline = time.monotonic() + LOCK_TIMEOUT_S
     while True:

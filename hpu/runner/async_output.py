@@ -119,13 +119,13 @@ class AsyncLaunchOutput:
     pinned: tuple[Tensor, ...] = ()
     """Host tensors of uploads, kept alive until the launch is done."""
     forward_end: Event | None = None
-    """End of the forward pass on the device, if sampling was deferred."""
+    """End of the forward pass on the device, if only sampling was deferred."""
     sampling_start: Event | None = None
     """Start of the deferred sampling."""
 
     def device_spans(self) -> list[tuple[Event, Event]]:
-        """(start, end) events of the launch on the device: two spans if sampling was deferred, none
-        before `end` is set."""
+        """(start, end) events of the launch on the device: two spans if only sampling was deferred,
+        none before `end` is set."""
         if self.end is None:
             return []
         if self.forward_end is None or self.sampling_start is None:
@@ -157,8 +157,8 @@ class ForwardOutput:
     """(B,) greedy tokens (fewer without padding), if all requests are greedy and the model has
     computed them."""
     logits: Tensor | None
-    """(B, V) (fewer rows without padding; more rows with drafts). None if no request samples, or if
-    `argmax` or `sampler_graph` is set."""
+    """(B, V), or (S, V) in a merged prefill (fewer rows without padding; more rows with drafts).
+    None if no request samples on this stage, or if `argmax` or `sampler_graph` is set."""
     sampler_graph: SamplerGraph | None
     launch: AsyncLaunchOutput
     drafts: Drafts | None = None
@@ -195,7 +195,7 @@ class AsyncStepOutput:
         return not self.deferred and (self.end is None or self.end.done())
 
     def to_result(self) -> StepResult:
-        """Build the result of a finished step, without `host_s`."""
+        """Build the result of a finished step from its launches."""
         result = StepResult(step=self.step, tokens=[])
         counts: list[int] = []
         has_counts = False

@@ -20,7 +20,7 @@ class BatchState:
     0 .. `pad_block` - 1. `req_index` is a request's index into every array.
 
     The keys and values of a request's first `num_computed_tokens` of `num_tokens` tokens are in its
-    blocks. `fill_prefill` and `fill_decode` advance both counts before the device has finished, so
+    blocks. `fill_prefill` and `fill_decode` advance these counts before the device has finished, so
     that the next plan can follow: a sampled token is counted immediately, although only the device
     knows its value.
 

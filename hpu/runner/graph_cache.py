@@ -79,11 +79,9 @@ class GraphCache:
         self._counters.add("graph_bytes", taken)
 
     def _run_plain(self, inputs: AnyInputs) -> Tensor:
-        """Run without a graph."""
         return self._forward(inputs.tokens, inputs.context)
 
     def _run_first(self, inputs: AnyInputs, req_indices: Sequence[int]) -> Tensor:
-        """Run a bucket for the first time."""
         self._seen.add(inputs.bucket)
         if self.stage == "serving":
             _warn(inputs.bucket, req_indices)

@@ -59,7 +59,7 @@ def num_tokens(text: Text) -> int:
 
 def fill_texts(launch: Launch, texts: Sequence[Text], width: int, out: PoolingArrays) -> None:
     """Write the inputs of a launch; `width` is the maximum size of a vector. Raises RuntimeError if
-    there are no texts or the texts do not fit the bucket."""
+    there are no tokens or the texts do not fit the bucket."""
     batch, query = out.tokens.shape
     longest = max((num_tokens(text) for text in texts), default=0)
     if not 0 < len(texts) <= batch or not 0 < longest <= query:

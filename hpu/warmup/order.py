@@ -131,8 +131,9 @@ def split_graphs(graphs: float, prompt_ratio: float) -> tuple[float, float]:
 class CaptureBudget:
     """Decides before each capture of a phase whether the graph fits the remaining memory.
 
-    A graph is expected to take as many bytes per token as the graphs before it; the first graph
-    only needs a budget above zero. The other phase can use the remaining bytes.
+    A graph is expected to take as many bytes per unit of batch * length (see `order_buckets`) as
+    the graphs before it; the first graph only needs a budget above zero. The other phase can use
+    the remaining bytes.
     """
 
     def __init__(self, budget_bytes: int, block_size: int) -> None:

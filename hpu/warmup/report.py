@@ -13,7 +13,7 @@ from hpu.runner.counters import phase_name
 logger = logging.getLogger(__name__)
 
 MAX_LISTED = 12
-"""Maximum number of buckets that a log line lists; the rest are only counted."""
+"""Maximum number of buckets that `log_not_captured` lists; the rest are only counted."""
 
 
 def log_buckets(table: BucketTable, config: BucketConfig, configured: BucketConfig) -> None:
@@ -53,7 +53,7 @@ def log_unused(count: int) -> None:
 
 
 def log_step(bucket: Bucket, number: int, total: int, free_bytes: int, *, graph: bool) -> None:
-    """Log a warmed-up bucket and the free memory after it."""
+    """Log a bucket that was run or captured, and the free memory after it."""
     phase, batch, query, blocks = bucket
     fields = {
         "phase": _phase_word(phase),

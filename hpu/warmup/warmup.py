@@ -85,7 +85,7 @@ class Warmup:
         self._announce: Callable[[Bucket], None] = lambda bucket: None
         """Called before each bucket if there are several ranks."""
         self._full: set[int] = set()
-        """Phases in which a capture ran out of device memory."""
+        """Phases in which a capture ran out of device memory, or a new graph failed to run."""
         self._widths: set[tuple[int, int]] = set()
         """Values of `_width` for which every kind of sampling has been warmed up."""
         self._captured_widths: set[int] = set()

@@ -502,8 +502,8 @@ def _image_row_bytes(loaded: LoadedModel) -> int:
 
 def _choose_rings(loaded: LoadedModel) -> int:
     """Number of rings per sliding-window layer (see LoadedModel.num_rings): 0 unless rings leave
-    room for more tokens and the model and the settings allow them. For a generating model with
-    windows, logs the reason if it is 0."""
+    room for more tokens, or for as many in less memory, and the model and the settings allow rings.
+    For a generating model with windows, logs the reason if it is 0."""
     config, model, backend = loaded.config, loaded.model, loaded.backend
     if not isinstance(model, CausalLM):
         return 0

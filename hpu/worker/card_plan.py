@@ -219,7 +219,7 @@ def _plan_stage(model_config: ModelConfig, demand: CardDemand, stage: Stage) -> 
         stage=stage,
         packs_experts=demand.packs_experts,
     )
-    # Only the last stage drafts, since it has the hidden states.
+    # Only the last stage has a drafter.
     drafter = demand.drafter_sizes(demand.num_cards) if stage.is_last else NO_DRAFTER
     weights += drafter.weight_bytes
     freed = in_host = 0
@@ -339,7 +339,7 @@ def _parts(demand: CardDemand, free: int) -> MemoryPlan:
 
 
 def changes(model_config: ModelConfig, plan: CardPlan) -> list[str]:
-    """Changes that would make the plan fit, each a sentence with the numbers."""
+    """Changes that would make the plan fit; advice to use a smaller model if there are none."""
     suggestions = [
         *_smaller_demands(plan),
         *_quantized(model_config, plan.demand),

@@ -35,8 +35,8 @@ def drafter_sizes(
     max_model_len: int,
 ) -> DrafterSizes:
     """Sizes of the drafter of --speculative-config on each of the `num_cards` cards of the model
-    `target`; zero without a drafter. The weights of a head are counted in full, because every card
-    has its projections. Raises ConfigError if the drafter does not match the target.
+    `target`; zero without a drafter. The weights of a head are counted in full, which is an upper
+    bound for several cards. Raises ConfigError if the drafter does not match the target.
 
     Args:
         width, kv_width: bytes of a weight, and of a KV cache element.

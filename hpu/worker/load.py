@@ -420,7 +420,6 @@ class _Loading:
             check_configured(self.config.cache, demand, self.backend.memory()[1])
 
     def pooling_model(self, pooler: PoolerConfig) -> _Parts:
-        """Load a pooling model."""
         model = load_pooling_model(
             self.model_config,
             pooler,

@@ -1,8 +1,8 @@
 """Memory split of an earlier start, stored next to the cache of compiled recipes.
 
 The number of KV blocks is part of compiled shapes, and the free memory varies slightly from start
-to start. A restart with the same settings, software and card reuses the earlier number, so that all
-its recipes are in the cache.
+to start. A restart with the same settings, software and card reuses the earlier number while it is
+near the number that fits, so that all its recipes are in the cache.
 """
 
 import dataclasses

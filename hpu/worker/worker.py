@@ -188,9 +188,9 @@ class Worker:
         """Free the KV cache, the graphs and all other components. A second call may raise the
         level; a lower level has no effect.
 
-        Level 1 copies the weights to host memory. It keeps them in place if the device shares the
-        host's memory. It drops them if they are quantized, patched or partly offloaded on a device
-        with its own memory; wake-up then reads them again. Level 2 drops the weights.
+        Level 1 keeps the weights in place if the device shares the host's memory. Otherwise it
+        copies them to host memory, except for weights of a drafter, and weights that are quantized,
+        patched or partly offloaded, which wake-up reads again. Level 2 drops the weights.
         """
         backend, loaded = self._device.backend, self._loaded
         before = backend.memory()[0]
@@ -253,8 +253,8 @@ class Worker:
             self._started = None
 
     def _try(self, wake: Callable[[], T]) -> T:
-        """Call `wake`. After a ConfigError, or if memory is full, free everything that it left on
-        the device and raise RequestFailed; other errors are raised unchanged."""
+        """Call `wake`. After a ConfigError, or if memory is full, sleep at level 1 and raise
+        RequestFailed; other errors are raised unchanged."""
         backend = self._device.backend
         try:
             with torch.inference_mode():
