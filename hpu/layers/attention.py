@@ -136,7 +136,7 @@ class SelfAttention(nn.Module):
 
     def use_kernels(self, kernels: Kernels, *, split_qkv: bool) -> None:
         """Switch to fused kernels. `split_qkv`: run separate projections of queries, keys and
-        values, unless their weights are quantized."""
+        values, unless their weight is quantized or a kernel holds it."""
         self._kernels = kernels
         self.attn.impl = kernels.make_attention()
         self._splits_qkv = split_qkv and self.qkv_proj.weight is not None

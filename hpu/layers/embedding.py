@@ -91,7 +91,8 @@ class ParallelLMHead(ColumnParallelLinear):
 
     def local_max(self, x: Tensor, scale: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         """(M, hidden) -> two (M,) float32 tensors: the largest logit of this rank's tokens, and the
-        lowest token id with that logit (exact in float32). Infinity where a logit is NaN."""
+        lowest token id with that logit (exact in float32). Infinity where a logit is NaN;
+        -infinity on a rank that has no tokens."""
         return self._largest(scale(super().forward(x)))
 
     def _largest(self, logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,5 +1,6 @@
 """Loads weights from safetensors into a model's parameters, tensor by tensor, never from pickles.
-Each rank reads only its shard of a sharded tensor."""
+A rank reads the part of a sharded tensor that covers its shard; 4-bit bitsandbytes tensors are read
+whole."""
 
 import logging
 import math
@@ -82,9 +83,10 @@ def load_weights(
     is_stage: bool = False,
 ) -> int:
     """Fill `model` from the safetensors in folder `path`, converting dtypes. Returns the bytes that
-    were read: for sharded parameters only the shard of this rank of the tensor-parallel `group`,
-    and of `expert_group` if experts are distributed; for a pipeline stage (`is_stage`) only the
-    tensors of its own parameters.
+    were read: for sharded parameters the part that covers the shard of this rank of the
+    tensor-parallel `group`, and of `expert_group` if experts are distributed (4-bit bitsandbytes
+    weights are read whole); for a pipeline stage (`is_stage`) only the tensors of its own
+    parameters.
 
     Tensors that match a parameter in host memory are read directly into it. Other tensors are freed
     once they are copied; tensors that are combined (parts of a quantized weight, halves of an MXFP4

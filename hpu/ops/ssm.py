@@ -207,7 +207,7 @@ def gated_delta_step(
 
 
 def l2_norm(x: Tensor) -> Tensor:
-    """`x` (..., D) divided by its L2 norm."""
+    """`x` (..., D) divided by its L2 norm; L2_EPS is added to the squared norm."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS)
 
 
