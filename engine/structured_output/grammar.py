@@ -311,7 +311,7 @@ class Guide:
         ignore_eos: bool,
         thinking_budget: int | None = None,
     ) -> None:
-        """`end_ids`: end tokens besides the EOS tokens; all are banned before `min_tokens`.
+        """`end_ids`: end tokens; these and the EOS tokens are banned before `min_tokens`.
         `thinking_budget`: number of thinking tokens after which the closing marker is forced."""
         vocabulary = grammar.vocabulary
         self._grammar = grammar
