@@ -295,8 +295,8 @@ class GrammarState:
 
 class Guide:
     """Matches an output token by token: first its thinking, if the spec has any, then its
-    constrained part. Thinking allows all tokens except EOS tokens and tokens that span into the
-    constrained part; without a constrained part it allows all tokens.
+    constrained part. Until its budget is spent, thinking allows all tokens except EOS tokens and
+    tokens that span into the constrained part; without a constrained part it allows all tokens.
 
     `min_tokens` and `ignore_eos` apply while the grammar allows other tokens: a complete grammar
     allows only end tokens. Without a constrained part both are ignored here.
