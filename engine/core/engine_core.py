@@ -169,7 +169,7 @@ class EngineCore:
 
     @property
     def num_requests(self) -> int:
-        """Unfinished requests, waiting or running."""
+        """Number of unfinished requests."""
         return len(self._requests)
 
     @property
