@@ -165,8 +165,8 @@ class Request:
         self.guide: Guide | None = None
         """Position in the grammar; None without a grammar."""
         self.drafts: list[int] = []
-        """Draft tokens that the next decode verifies. Kept here only with a grammar or pipeline
-        stages."""
+        """Latest drafts that the worker reported, which the next decode may verify. The worker
+        reports drafts only with a grammar or pipeline stages."""
         if grammar is not None:
             self.guide = Guide(
                 grammar,

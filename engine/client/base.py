@@ -192,7 +192,7 @@ class SingleEngineClient:
         """Whether requests are kept when the engine crashes."""
         self._observer: ResumptionObserver[SingleEngineClient] = NoObserver()
         self._reloading: set[asyncio.Task[None]] = set()
-        """The task that loads adapters into a restarted engine, while it runs."""
+        """The task that loads and unloads adapters of a restarted engine, while the task runs."""
         self._unsent_aborts: list[int] = []
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._call_numbers = itertools.count(1)

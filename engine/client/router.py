@@ -469,8 +469,8 @@ def outstanding_tokens(engine: SingleEngineClient, block_size: int) -> int:
 
 
 def summed(parts: Sequence[EngineStats]) -> EngineStats:
-    """Sums of the integer gauges and of the counters, without times, rates, waiting shares and
-    samples; the sleep state is `combined_sleep`."""
+    """Sums of the integer fields and, by key, of the dict fields; the sleep state is
+    `combined_sleep`. The other fields keep their defaults."""
     total = EngineStats(sleep=combined_sleep([part.sleep for part in parts] or [AWAKE]))
     for part in parts:
         for name in EngineStats.__struct_fields__:

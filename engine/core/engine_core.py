@@ -99,7 +99,7 @@ class EngineCore:
     """An engine without channels. Not thread-safe: all calls must come from the same thread.
 
     The caller calls `step` while there is work. Each request ends with exactly one Finish, except
-    aborted requests, for which no further message is sent.
+    aborted requests, which get no Finish.
     """
 
     def __init__(
@@ -155,7 +155,8 @@ class EngineCore:
         self._deadlines = Deadlines()
         self._prefill_rate = PrefillRate()
         self._guided: set[int] = set()
-        """Keys of possibly unfinished requests with a grammar; filled for coupled engines only."""
+        """Keys of requests with a grammar, which may have finished; filled for coupled engines
+        only."""
         self._front_ends: set[int] = set()
         self._inflight: deque[InflightStep] = deque()
         self._step = 0
@@ -168,7 +169,7 @@ class EngineCore:
 
     @property
     def num_requests(self) -> int:
-        """Unfinished requests, waiting or running."""
+        """Number of unfinished requests."""
         return len(self._requests)
 
     @property
@@ -267,7 +268,7 @@ class EngineCore:
         self._has_output = True
 
     def abort(self, keys: Iterable[int]) -> None:
-        """Abort requests; unknown keys are ignored. No further message about them is sent."""
+        """Abort requests; unknown keys are ignored. No Finish is sent for them."""
         for key in keys:
             if request := self._requests.pop(key, None):
                 self._scheduler.finish_requests([request])
@@ -610,7 +611,7 @@ class EngineCore:
         )
 
     def stats(self) -> EngineStats:
-        """Current gauges and counters. The latency samples stay queued for the next message."""
+        """Current gauges and counters. The samples stay queued for the next message."""
         return self._snapshot(with_samples=False)
 
     def _snapshot(self, *, with_samples: bool) -> EngineStats:

@@ -42,7 +42,7 @@ class OutputProcessor:
     def reject(
         self, key: int, error: str, param: str | None = None, *, is_retryable: bool = False
     ) -> None:
-        """Finish a request that was never added."""
+        """Send the Finish of a request that was not accepted."""
         finish = Finish(key, "error", error=error, param=param, is_retryable=is_retryable)
         self._message(key >> FRONT_END_SHIFT).finished.append(finish)
 

@@ -23,7 +23,7 @@ class PrefillRate:
         self._had_waiting = False
 
     def begin(self, now_s: float) -> None:
-        """Start measuring after an idle period."""
+        """Start measuring after a time without plans in flight."""
         self._last_s = now_s
 
     def observe(self, num_tokens: int, now_s: float, *, has_waiting: bool) -> None:

@@ -39,7 +39,7 @@ class Executor(ABC):
     def receive(self, *, waits: bool = False) -> list[FromWorker]:
         """Messages that have arrived since the last call: StepResult, WarmedBuckets, AdapterLoaded
         and BlocksFetched, one for the whole group of workers. `waits`: block until there is a
-        message. Raises EngineDied when a worker has died or failed."""
+        message. Raises EngineDied or ConfigError when a worker has died or failed."""
 
     @abstractmethod
     def call(self, name: str, level: int = 0) -> str:

@@ -62,7 +62,7 @@ _NOUNS = {
     FetchBlocks: "reads",
     DropFiles: "files to delete",
 }
-"""Names of message types in errors about unread messages; other messages are calls."""
+"""Names of message types in errors about unread messages; all other types are named "calls"."""
 
 
 def _merge_results(results: Sequence[StepResult], output: int) -> StepResult:

@@ -62,9 +62,9 @@ class WorkerOrders(msgspec.Struct, frozen=True):
 
     config: EngineConfig
     plans: str
-    """Address on which the engine publishes plans, masks and calls."""
+    """Address on which the engine publishes its messages."""
     results: str
-    """Address on which the engine receives results, answers and failures."""
+    """Address on which the engine receives the workers' messages."""
     token: str
     """Token that the worker presents to the engine."""
     ranks: Ranks = SINGLE_RANK

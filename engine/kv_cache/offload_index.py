@@ -8,7 +8,7 @@ class OffloadIndex:
     """Tracks at most `num_slots` blocks in host memory and `max_files` blocks in files by hash.
     When a tier is full, its least recently used block is evicted.
 
-    A slot is free, has a hash, or is reserved by the caller. A pinned block keeps its slot.
+    A slot is free, has a hash, or is reserved by the caller. A pinned block is not evicted.
     """
 
     def __init__(self, num_slots: int, max_files: int, file_hashes: Iterable[bytes] = ()) -> None:

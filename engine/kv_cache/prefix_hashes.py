@@ -25,7 +25,7 @@ def chain(parent: bytes, tokens: bytes | memoryview, images: bytes = b"") -> byt
 
 def images_in(images: Sequence[ImagePlacement], start: int, stop: int) -> bytes:
     """Extra hash bytes of tokens [start, stop): content hash and offset of each overlapping image.
-    Needed because all images share one placeholder token."""
+    Needed because the placeholder tokens do not depend on the image."""
     return _placed(
         [image for image in images if image.offset < stop and start < image.offset + image.length]
     )

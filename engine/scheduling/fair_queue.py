@@ -2,7 +2,8 @@
 
 Start-time fair queueing (Goyal et al., 1996) over tokens: each tenant has a virtual time, the
 tokens that it was served, and the tenant with the smallest virtual time is next. A returning tenant
-starts at least at the virtual time of the tenant served last, so idle tenants accumulate no credit.
+starts at least at the largest virtual time at which a tenant was served, so idle tenants accumulate
+no credit.
 """
 
 import heapq
@@ -70,9 +71,9 @@ class FairQueue(WaitingQueue):
     """A WaitingQueue sorted by (priority, virtual time of the tenant), and within a tenant by
     `priority_key`. Changes take O(log n).
 
-    At its start, a request is charged for its uncached prompt tokens and its tenant's mean output.
-    While it runs it is charged for output beyond this mean, and at its end for the difference
-    between the charge and its real output.
+    At its start, a request is charged for its uncached prompt tokens and its tenant's mean output;
+    in `progress`, for output beyond this mean; and at its end, for the difference between the
+    charge and its real output.
     """
 
     def __init__(

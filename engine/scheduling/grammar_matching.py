@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from engine.request import FINISHED, Request
 
 MAX_MATCHING_S = 0.025
-"""CPU time after which no further output token is matched in a step; the same limit applies
-separately to the bitmasks of draft tokens. Seconds. MAX_STEP_FUEL and MAX_STEP_ITEMS limit the time
-of the last token; ordinary grammars take 0.05 ms per token."""
+"""CPU time after which `match` or `catch_up` matches no further output token; the bitmasks of draft
+tokens have a separate limit of the same size. Seconds. MAX_STEP_FUEL and MAX_STEP_ITEMS limit the
+time of the last token; ordinary grammars take 0.05 ms per token."""
 MAX_DRAFT_STEP_S = 0.001
 """Mean time per token, in seconds, above which drafts of a grammar get no bitmask."""
 

@@ -32,8 +32,9 @@ def over_share(
 
     Empty if the newcomer's tenant would exceed its share, or if tenants above their share cannot
     free enough. A share is all units divided by the number of tenants (the newcomer's and those
-    with running requests). The tenant with the most units is preempted first, its newest request
-    first. No request is preempted for a newcomer with a larger priority value.
+    with running requests). The tenant with the most units is preempted first, its request with the
+    largest `priority_key` first. No request is preempted for a newcomer with a larger priority
+    value.
     """
     held = Counter({newcomer.tenant: 0})
     for request in running:

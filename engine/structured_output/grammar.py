@@ -295,8 +295,8 @@ class GrammarState:
 
 class Guide:
     """Matches an output token by token: first its thinking, if the spec has any, then its
-    constrained part. Thinking allows all tokens except EOS tokens and tokens that span into the
-    constrained part; without a constrained part it allows all tokens.
+    constrained part. Until its budget is spent, thinking allows all tokens except EOS tokens and
+    tokens that span into the constrained part; without a constrained part it allows all tokens.
 
     `min_tokens` and `ignore_eos` apply while the grammar allows other tokens: a complete grammar
     allows only end tokens. Without a constrained part both are ignored here.
@@ -311,7 +311,7 @@ class Guide:
         ignore_eos: bool,
         thinking_budget: int | None = None,
     ) -> None:
-        """`end_ids`: end tokens besides the EOS tokens; all are banned before `min_tokens`.
+        """`end_ids`: end tokens; these and the EOS tokens are banned before `min_tokens`.
         `thinking_budget`: number of thinking tokens after which the closing marker is forced."""
         vocabulary = grammar.vocabulary
         self._grammar = grammar

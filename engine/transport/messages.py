@@ -113,7 +113,7 @@ class AddRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, 
 
 
 class Abort(msgspec.Struct, array_like=True, gc=False, tag=2):
-    """Abort these requests; unknown keys are ignored. No more output is sent for them."""
+    """Abort these requests; unknown keys are ignored. No Finish is sent for them."""
 
     keys: list[int]
 
@@ -188,10 +188,10 @@ class EngineStats(msgspec.Struct, omit_defaults=True, gc=False):
     waiting_shares: list[tuple[int, int, int]] = []
     """(priority, tenant, tokens) of waiting requests; empty without --max-ttft."""
     waiting_tenants: int = 0
-    """Number of API keys with waiting requests; 0 without fair shares."""
+    """Number of tenants with waiting requests; 0 without fair shares."""
     tenant_tokens: dict[str, int] = {}
-    """Tokens served to each API key; empty without fair shares. Uncached prompt tokens are counted
-    when a request starts, output tokens when it ends."""
+    """Tokens served by tenant label (see `tenant_label`); empty without fair shares. Uncached
+    prompt tokens are counted when a request starts, output tokens when it ends."""
     steps: int = 0
     lookups: dict[str, int] = {}
     """Bucket lookups by phase and result, such as `prefill.hit`; `refused` counts rejected

@@ -103,7 +103,7 @@ def wrap_head(head: ParallelLMHead, slots: HeadSlots) -> None:
 
 
 class EmbeddingSlots:
-    """Low-rank embedding tables: the row of `a` for each token, times `b`."""
+    """Low-rank embedding tables: the column of `a` for each token, times `b`."""
 
     def __init__(
         self, slots: PerAdapterSlots | PaddedSlots, context: LoRAContext, multiplier: float

@@ -101,8 +101,8 @@ class Adapters:
 
 
 class LoRAManager(Adapters):
-    """The adapters of a worker. A thread reads adapters; all other methods run on the worker's
-    thread. All ranks get the same calls."""
+    """The adapters of a worker. A thread reads adapters; the public methods must be called on the
+    worker's thread. All ranks get the same calls."""
 
     is_on = True
 

@@ -28,10 +28,10 @@ class SamplerOutput(NamedTuple):
     """Tokens sampled by a launch, on the device. Entries beyond the real requests are padding."""
 
     tokens: Tensor
-    """(B,) of the index type; -1 if the largest score is non-finite: NaN or infinity in the logits,
-    or all tokens banned."""
+    """(rows of the logits,) of the index type; -1 if the largest score is non-finite: NaN or
+    infinity in the logits, or all tokens banned."""
     logprobs: TopLogprobs | None
-    """Log-probabilities of B positions; None if no request needs them. k is at least the largest
+    """Log-probabilities of `tokens`; None if no request needs them. k is at least the largest
     requested number."""
     pinned: tuple[Tensor, ...] = ()
     """Host tensors of uploads, to be kept until the launch is done."""

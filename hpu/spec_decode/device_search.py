@@ -46,7 +46,7 @@ class TextSearch(Protocol):
 
 
 class KeptDrafts:
-    """Stores the drafts of a draft model or head, or of the last pipeline stage; does not search.
+    """Stores drafts that were found earlier; does not search.
     Drafts are valid only after the same number of known tokens."""
 
     remembers = False

@@ -189,7 +189,8 @@ class DraftLengths:
         return chosen
 
     def _may_try(self, count: int, num_chosen: int, states: Sequence[_State]) -> bool:
-        """Spend saved time on `count` more drafts; returns False if not enough time is saved."""
+        """Spend saved time on `count` more drafts; returns False if not enough time is saved, or if
+        `count` is 0."""
         needed = self._try_s(count, len(states) + num_chosen, len(states))
         if not count or needed > self._saved_s:
             return False

@@ -31,7 +31,7 @@ class MtpHead(DraftHead):
     def draft(
         self, tokens: Tensor, inputs: AttentionInputs, hidden: Tensor
     ) -> tuple[Tensor, Tensor]:
-        # The first position has no previous token to predict from.
+        # vLLM masks the embedding at position 0, too.
         embeds = self.embed(tokens).masked_fill((inputs.positions == 0).unsqueeze(-1), 0)
         both = torch.cat((self.enorm(embeds), self.hnorm(hidden)), dim=-1)
         out = self.model(self.fc(both), inputs)

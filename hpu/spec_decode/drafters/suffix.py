@@ -77,7 +77,7 @@ class SuffixProposer:
     def __init__(self, limits: SuffixLimits) -> None:
         self._limits = limits
         self._known: dict[int, tuple[int, Tokens]] = {}
-        """(number of prompt tokens, all known tokens) by request."""
+        """(number of tokens at its start, all known tokens) by request."""
         self._private: set[int] = set()
         """Requests whose outputs are not stored."""
         self._outputs = Outputs(limits.max_cached_requests)
