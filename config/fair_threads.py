@@ -17,8 +17,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 current_client: ContextVar[str | None] = ContextVar("current_client", default=None)
-"""The client of the request that this task handles: its API key or its address. None outside a
-request."""
+"""The client of the request that this task handles: the SHA-256 of its API key, or its address.
+None outside a request."""
 
 
 @contextmanager

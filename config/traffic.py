@@ -48,7 +48,7 @@ class Lengths:
 def read_traffic(path: str) -> list[Lengths]:
     """Read the requests in a file: JSON lines, a /metrics page, or a log with a line per request.
 
-    The format is detected from the content. Raises ConfigError, with the line for JSON lines.
+    The format is detected from the content. Raises ConfigError.
     """
     try:
         text = read_limited(path, MAX_TRAFFIC_BYTES).decode("utf-8")

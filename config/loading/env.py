@@ -1,5 +1,5 @@
-"""Environment variables: settings from variables, and the variables of workers. No other module
-reads os.environ."""
+"""Environment variables: settings from variables, and the variables of workers. No other module of
+config, engine, hpu and server reads os.environ."""
 
 import importlib.util
 import os
@@ -417,9 +417,9 @@ def disable_autoload() -> None:
 
 
 def set_missing(variables: Mapping[str, str]) -> None:
-    """Set variables of this process that are not set yet, and empty paths of the compiler's files,
-    for a worker that runs inside this process. Call it before importing torch, which loads the
-    vendor's runtime."""
+    """Set variables of this process that are not set yet, and empty paths of the compiler's files.
+    If a worker runs inside this process, call it before importing torch, which loads the vendor's
+    runtime."""
     for name, value in variables.items():
         # An empty path of the compiler's files is as bad as a missing path.
         if name not in os.environ or (name in COMPILER_FILES and not os.environ[name]):

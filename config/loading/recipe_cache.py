@@ -25,7 +25,8 @@ REFUSED_CHARACTERS = re.compile(r"""[\s,"'\\<>|&;$%*?\[\]{}^~`]""")
 
 def recipe_cache_config(folder: str, release: str) -> str:
     """Value of the variable that keeps the recipes in `folder`, for a runtime of `release` (empty
-    if unknown: then the size is the runtime's default). Empty if the runtime refuses the path."""
+    if unknown: then the size is the runtime's default). Empty for a path with characters that later
+    releases refuse."""
     # Later releases refuse a symbolic link.
     path = os.path.realpath(folder)
     if REFUSED_CHARACTERS.search(path):

@@ -41,7 +41,7 @@ def short_forms(flags: Iterable[str]) -> list[str]:
 
 
 GRAMMAR_COMPILERS = ("auto", "guidance", "xgrammar", "outlines", "lm-format-enforcer")
-"""Names of vLLM's back ends for structured output."""
+"""Names of vLLM's back ends for structured output, and auto."""
 _GRAMMAR_OPTIONS = ("disable_any_whitespace", "disable_fallback")
 """Options of these back ends that always apply here, as JSON keys. _OPTIONS_OF_NAME matches the
 same options after the name of a back end."""

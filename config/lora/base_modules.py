@@ -51,7 +51,7 @@ class BaseTensors:
         try:
             files = weight_files(self._folder)
         except ConfigError:
-            # There are no weight files: random weights, or a GGUF file that is not converted.
+            # There are no complete weight files, as with random weights.
             return {}
         return {
             self._weight_map.map_name(tensor.name): TensorLocation(file, tensor)

@@ -54,7 +54,8 @@ class GgufPair(NamedTuple):
 
     base: BaseModule
     name: str
-    """Name of the adapted tensor in the file, for errors."""
+    """Name of the adapted tensor in the file, for errors. If several modules share the tensor, it
+    ends with the module's name or the expert's index."""
     a: Array
     """(rank, in); for an embedding (rank, tokens)."""
     b: Array

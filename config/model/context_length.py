@@ -19,7 +19,7 @@ def max_context_length(model_config: ModelConfig) -> int:
     """Maximum number of tokens that the checkpoint was made for: a length times the factor of a
     yarn, linear or dynamic rope.
 
-    The length is original_max_position_embeddings of the scaling, if present. Otherwise it is
+    The length is original_max_position_embeddings of such a rope, if present. Otherwise it is
     model_max_length, if config.json has a rope field or it is below max_position_embeddings.
     Otherwise it is the smallest of max_position_embeddings, max_sequence_length, max_seq_length,
     seq_length and seq_len. For llama3 and longrope, and for Gemma 3, these fields already include

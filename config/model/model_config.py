@@ -137,14 +137,14 @@ class ModelConfig:
     is_causal: bool = True
     """Whether attention is causal."""
     quantization: QuantizationConfig | None = None
-    """Quantization of the checkpoint's weights; None also for formats that a single family handles
-    itself."""
+    """Quantization of the checkpoint's weights; None also for a method that the model's family
+    handles itself, and for an unsupported method that `read_model_config` allowed."""
     encoder: EncoderConfig | None = None
     """Set for encoders of the BERT family."""
     dtype: str = "bfloat16"
     eos_token_ids: tuple[int, ...] = ()
     num_parameters: int | None = None
-    """Number of parameters, if they were counted: the size of a model that is not built in."""
+    """Number of parameters; None: not counted."""
     num_tower_parameters: int = 0
     """Number of elements of the vision tower, which is replicated on every card; without files,
     computed from the tower's code."""
@@ -172,8 +172,8 @@ class ModelConfig:
 
     @property
     def other_quantization(self) -> str:
-        """Method of quantized weights that the model's family reads itself; empty: no such
-        weights."""
+        """Method of quantized weights without `quantization`: the model's family reads the weights
+        itself, or the method is not supported. Empty: no such weights."""
         own = self.fields.get("quantization_config", dict, {})
         return str(own["quant_method"]) if "quant_method" in own and not self.quantization else ""
 

@@ -46,7 +46,7 @@ def read_model_config(path: str, *, allow_quantized: bool = False) -> ModelConfi
     transformers 4 (rope_theta, rope_scaling, torch_dtype) and 5 (rope_parameters, dtype). For a
     multimodal model, returns the config of the text model, with the vision settings.
 
-    Raises ConfigError, but with `allow_quantized` not for an unsupported quantization.
+    Raises ConfigError, but with `allow_quantized` not for an unsupported quant_method.
     """
     file = Path(path) / "config.json"
     if not is_present(file):
