@@ -27,7 +27,7 @@ _BOOLS = {"true": True, "yes": True, "on": True, "1": True}
 _BOOLS |= {"false": False, "no": False, "off": False, "0": False}
 MAX_INTEGER = 2**63
 MAX_MESSAGE_CHARACTERS = 2000
-"""Maximum characters of an error message about a setting."""
+"""Characters of a message that `clipped` keeps."""
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 400
 UNSET = ("auto", "none", "null")
