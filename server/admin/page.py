@@ -33,8 +33,8 @@ HEADERS = {
     "cache-control": "no-cache",
 }
 SHAPES_TIMEOUT_S = 1.0
-"""Time limit for an engine to report its launch shapes; without a report the page shows the other
-data."""
+"""Time limit for the engines to report their launch shapes; without a report the page shows the
+other data."""
 
 
 def page_routes(state: AppState) -> APIRouter:
@@ -66,8 +66,8 @@ def _page_files() -> Mapping[str, StaticFile]:
 
 
 async def _shapes(state: AppState) -> Any:
-    """Launch shapes of the engine (StepStats.shapes); None if it fails or does not respond in
-    time."""
+    """Launch shapes (StepStats.shapes), summed over the engines; None if the call fails or takes
+    too long."""
     try:
         return await asyncio.wait_for(state.client.control("shapes"), SHAPES_TIMEOUT_S)
     except (GaudiserveError, asyncio.TimeoutError):

@@ -12,7 +12,7 @@ ENUMERATED = {
     *("mode", "on_unwarmed_shape", "prompt_order", "decode_order", "card", "generation_config"),
     *("tool_call_parser", "reasoning_parser", "log_level"),
 }
-"""Settings whose text is one of a fixed set of values; no other text is shown."""
+"""Settings whose text is one of a fixed set of values; the text of other settings is not shown."""
 
 
 def shown_settings(state: AppState) -> dict[str, Any]:

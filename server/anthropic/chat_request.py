@@ -109,7 +109,8 @@ class _MessageBuilder:
 
     def __init__(self, takes_images: bool) -> None:
         self._taken = ("text", "image") if takes_images else ("text",)
-        """Block types that are converted to content parts of user messages and tool results."""
+        """Block types that are accepted as content parts of user messages and tool results, besides
+        tool_reference in tool results."""
         self.messages: list[Message] = []
         self._tools: dict[str, str] = {}
         """tool_use id -> tool name."""

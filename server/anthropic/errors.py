@@ -27,8 +27,8 @@ _WORDS = (
     ("response_format.json_schema", "output_config.format"),
     ("response_format", "output_config.format"),
 )
-"""Replacements in error messages: chat field -> Messages API field. Requests are validated after
-their conversion to chat requests."""
+"""Replacements in error messages: words for chat fields -> words for Messages API fields. Most
+checks run after the conversion to a chat request."""
 
 
 def is_messages(path: str) -> bool:

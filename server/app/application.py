@@ -129,7 +129,7 @@ def create_app(state: AppState) -> ASGIApp:
 
 
 def _optional_routers(state: AppState) -> list[tuple[APIRouter, str, bool]]:
-    """Tuples (router, flags that enable its routes, whether the flags are set)."""
+    """Tuples (router, flags that its routes need, whether the routes are served)."""
     config = state.config
     return [
         (
@@ -166,8 +166,8 @@ def _wrong_method(request: Request, error: HTTPException) -> HTTPException:
 
 def _unknown_route(request: Request) -> HTTPException:
     """404 for an unknown path, with a hint if one applies: the flag that enables the route, a note
-    on a route of Ollama, OpenAI or vLLM, the route if only `/v1` is missing, a route below `/v1`,
-    or the route with the most similar path."""
+    on a route of another server, the route if only `/v1` is missing, a route below `/v1`, or the
+    route with the most similar path."""
     path = request.scope["path"]
     shown = path[:PATH_CHARACTERS_SHOWN]
     message = f"There is no route {shown}."

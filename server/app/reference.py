@@ -1,9 +1,9 @@
 """Generates the lists of docs/api-fields.md from the schemas, the lists of docs/tools.md from the
-parsers, and the table of docs/selftest.md from the checks: `python -m server.app.reference`.
+parsers, and the lists of docs/selftest.md from the checks: `python -m server.app.reference`.
 
 The text of the pages is written by hand. In api-fields.md, the lists of a body are between two
 comments, and the first comment names the body. `beyond BODY`: fields that BODY has with the same
-type and meaning are only listed by name.
+type and meaning are not described again.
 """
 
 import re
@@ -208,7 +208,7 @@ def with_checks(page: str) -> str:
 
 
 def main() -> int:
-    """Write the tables into the pages."""
+    """Write the lists into the pages."""
     for path, tables in ((FIELDS, with_tables), (TOOLS, with_parsers), (SELFTEST, with_checks)):
         path.write_text(tables(path.read_text(encoding="utf-8")), encoding="utf-8")
     return 0

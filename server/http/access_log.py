@@ -48,7 +48,7 @@ class RequestRecord:
     route: str = "unmatched"
     """Template of the route; `unmatched` for all unknown paths."""
     model: str | None = None
-    """Model name, once the request has passed its checks for the engine; otherwise None."""
+    """Model name, once the request is about to be sent to the engine; otherwise None."""
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     ttft_s: float | None = None
@@ -98,7 +98,7 @@ class RequestRecord:
         }
 
     def write(self, *, access_log: bool, level: int = logging.INFO) -> None:
-        """Write the log line: always at INFO for a request to the engine; for other requests at
+        """Write the log line: always at INFO for a request with a `model`; for other requests at
         `level`, and only with `access_log`."""
         if self.model is not None:
             ttft = "-" if self.ttft_s is None else f"{self.ttft_s * 1e3:.1f}"

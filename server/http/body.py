@@ -59,8 +59,8 @@ class BodyModel(Protocol):
 LARGE_BODY_BYTES = 2**20
 """Body size above which freed memory is explicitly returned to the OS, since malloc retains it."""
 MAX_BUFFERED_BODIES = 16
-"""Number of maximum-size bodies that may be buffered at once; further bodies wait for room or get a
-503."""
+"""Limit on buffered bodies, in maximum-size bodies. Further bodies wait for room or get a 503; a
+client may exceed the limit up to its share (see HeldBodies)."""
 MAX_SMALL_BODIES = 256
 """Number of additional bodies of up to LARGE_BODY_BYTES that may be buffered; larger bodies cannot
 use this space."""
@@ -83,7 +83,7 @@ class ReceivedBody:
     """A request body, decoded but not yet validated."""
 
     fields: dict[str, Any]
-    """Emptied by `parse`, because handlers refer to the body while the model generates."""
+    """Replaced by {} in `parse`, because handlers refer to the body while the model generates."""
     num_bytes: int
     record: RequestRecord
     """Record of the request."""
@@ -98,7 +98,7 @@ class BodyReader:
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._num_buffered_bytes = 0
-        """Bytes of all bodies that are being received or wait for decoding."""
+        """Received bytes of all bodies that are not decoded yet."""
         self._buffered_of = Counter[str]()
         """The same bytes by client."""
         self._held = HeldBodies()
@@ -146,7 +146,7 @@ class BodyReader:
 
     async def hold_more(self, held: HeldBody, num_bytes: int) -> HeldBody:
         """Wait until `num_bytes` fit in addition to the bytes of `held`, and return a HeldBody that
-        accounts for both. `held` is freed first. Raises Overloaded after a timeout."""
+        accounts for both. `held` is freed first. Raises Overloaded (see HeldBodies.hold)."""
         if num_bytes > LARGE_BODY_BYTES:
             self._schedule_trims()
         # Two requests that keep their bytes while they wait would wait for each other.
@@ -211,7 +211,7 @@ class BodyReader:
 
 async def parse(kind: type[B], body: ReceivedBody) -> B:
     """Validate a body as `kind`; a large body on a thread. Stores its unknown fields in the
-    request's record, and empties `body.fields`. Raises UserError."""
+    request's record, and replaces `body.fields` by {}. Raises UserError."""
 
     def validate() -> B:
         if unknown := kind.unknown_fields(body.fields):

@@ -52,8 +52,8 @@ _NAMES = {str: "a string", int: "an integer", float: "a number", dict: "an objec
 
 
 def whole(value: object) -> object:
-    """Convert integral floats such as 3.0 to int. Raises ValueError for integers beyond 64 bits,
-    before an error message prints them."""
+    """Convert integral floats below 2**63 in magnitude, such as 3.0, to int. Raises ValueError for
+    integers beyond 64 bits, before an error message prints them."""
     if isinstance(value, float) and value.is_integer() and abs(value) < 2**63:
         return int(value)
     if type(value) is int and not -(2**63) <= value < 2**63:

@@ -18,7 +18,7 @@ KEY_BYTES = 64
 """Assumed memory of an entry of an object beyond the text of its key and its value."""
 MAX_VALUES_BYTES = VALUE_BYTES * MAX_VALUES + (OBJECT_BYTES + KEY_BYTES) * MAX_OBJECTS
 """Maximum memory beyond the text of a body that the decoder accepts. `decoded_bytes` also counts
-brackets inside strings."""
+commas, colons and brackets inside strings."""
 MAX_OVERCOMMIT = 2
 """Maximum memory of all bodies with the shares of clients, in multiples of the limit."""
 MAX_WAIT_S = 30.0
@@ -167,7 +167,7 @@ class HeldBodies:
         return True
 
     def _num_clients(self, *more: str) -> int:
-        """Number of clients with bodies and of `more`."""
+        """Number of distinct clients that have or wait for memory, including `more`."""
         return len({*more, *self._of_client, *self._num_waiting})
 
     def _admit(self) -> None:

@@ -16,8 +16,8 @@ import numpy.typing as npt
 from config.errors import UserError
 
 PIECE_BYTES = 64 * 2**10
-"""Maximum size of a piece that is decoded in a single call. The slowest JSON (nested empty lists)
-takes 0.1 us per byte, or 7 ms."""
+"""Maximum size of a piece, other than text, that is decoded in a single call. The slowest JSON
+(nested empty lists) takes 0.1 us per byte, or 7 ms."""
 MAX_WHOLE_BYTES = 2**20
 MAX_WHOLE_OBJECTS = 50_000
 """A body within both limits is also decoded in a single call, in 10 ms at most. An ordinary prompt
@@ -33,7 +33,7 @@ of 32 bytes and pointers of 8 bytes they take 160 MiB."""
 MAX_OBJECTS = 2**19
 """Maximum strings, lists and objects in a body, including keys; each takes 50 to 250 bytes."""
 MAX_SPLIT_DEPTH = 32
-"""Maximum nesting depth of a value that is longer than PIECE_BYTES."""
+"""Maximum nesting depth of a value longer than PIECE_BYTES, in a body that is split."""
 
 MAX_TEXT_BYTES = 64 * 2**20
 """Maximum memory of a string. With a single emoji, Python stores 4 bytes per character."""
@@ -84,7 +84,7 @@ def _decoded(data: bytes, start: int | None = None) -> Any:
 
 def _problem(data: bytes, error: Exception) -> tuple[str, int]:
     """Description and byte position of the problem in `data`. The standard library's decoder says
-    what was expected; `error`, msgspec's error, is used if that decoder accepts `data`."""
+    what was expected; `error`, msgspec's error, is used if that decoder finds no problem."""
     try:
         text = data.decode()
         json.loads(text)
@@ -204,7 +204,8 @@ class _Pieces:
 def _structure(data: bytes) -> tuple[Positions, npt.NDArray[np.int32]]:
     """Positions of brackets, commas and colons outside strings, and the depth after each position.
     numpy releases the GIL. Raises UserError for a bracket that is never closed or never opened,
-    for a string without an end, and for too many values (without scanning the rest)."""
+    for a string without an end, and for too many values, strings or containers (without scanning
+    the rest)."""
     positions: list[Positions] = []
     num_values, num_strings, num_opened, is_inside = 1, 0, 0, 0
     last_quote = 0

@@ -95,8 +95,8 @@ class Peer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """The sockets of all API servers, and the token for them; empty if there is only a single API
-    server."""
+    """The sockets of all API servers (none if there is only a single API server), and the token for
+    them."""
 
     index: int = 0
     """Index of this server."""

@@ -15,7 +15,7 @@ from server.http.errors import ClientGone
 logger = logging.getLogger(__name__)
 
 MAX_UNREAD_BYTES = 512 * 2**20
-"""Bytes of unread responses above which responses to slow clients are dropped."""
+"""Bytes of unread responses and stream output above which responses to slow clients are dropped."""
 MIN_BYTES_PER_S = 256 * 2**10
 SLOW_AFTER_S = 5.0
 """A client is slow if it has read less than MIN_BYTES_PER_S on average for at least this time."""

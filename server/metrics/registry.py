@@ -165,8 +165,8 @@ class Metrics:
             self._pauses[engine].observe(seconds)
 
     def add_sizes(self, max_model_len: int) -> None:
-        """Add the histograms whose buckets end at the context length, when the context length is
-        known."""
+        """Add the histograms of request sizes. Call it when the context length is known, where
+        most of their buckets end."""
         for requests in self.requests:
             requests.add_sizes(max_model_len)
 

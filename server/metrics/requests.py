@@ -126,8 +126,8 @@ class RequestMetrics:
         )
 
     def add_sizes(self, max_model_len: int) -> None:
-        """Add the histograms whose buckets end at the context length, when the context length is
-        known."""
+        """Add the histograms of request sizes. Call it when the context length is known, where
+        most of their buckets end."""
         for name, text in (
             ("request_prompt_tokens", "Prompt tokens of a request."),
             ("request_generation_tokens", "Tokens generated for a sequence."),

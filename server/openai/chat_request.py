@@ -123,7 +123,7 @@ async def start_chat(
 
 @contextlib.contextmanager
 def limit_named(body: ChatBody) -> Iterator[None]:
-    """Replace max_tokens in errors by the field that sets the limit of `body`."""
+    """Replace max_tokens as the `param` of errors by the field that sets the limit of `body`."""
     try:
         yield
     except UserError as error:

@@ -59,7 +59,7 @@ def generate_routes(state: AppState) -> APIRouter:
 
 @contextlib.contextmanager
 def _sampling_params_named() -> Iterator[None]:
-    """Replace a sampling parameter in errors by its path in the body."""
+    """Replace a sampling parameter as the `param` of errors by its path in the body."""
     try:
         yield
     except UserError as error:

@@ -1,4 +1,4 @@
-"""URLs for a server's listening address, and the machines that can reach it."""
+"""URLs of a server, from its listening address."""
 
 import ipaddress
 import shlex

@@ -269,7 +269,7 @@ class ApiServer:
                 on_route=lambda engine, reason: metrics.request_routed(engine, reason),
             )
         self._lost: set[int] = set()
-        """Dead engines that have already been logged."""
+        """Dead engines that `_log_lost_engines` has handled."""
         if resumes(args.engine, config):
             self._client.resume(self)
         names = config.served_model_names or (args.engine.model,)
@@ -302,7 +302,7 @@ class ApiServer:
         self._checkpoint: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._stage = DownloadProgress().stage
         self._has_bar = False
-        """Whether the download draws a progress bar on a terminal."""
+        """Whether the download draws a progress bar if stderr is a terminal."""
         self._stopping = asyncio.Event()
         self._is_interrupt = False
         self._interrupted = asyncio.Event()

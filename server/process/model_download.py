@@ -37,7 +37,7 @@ class DownloadProgress(msgspec.Struct, frozen=True, tag=True):
 
 
 class DownloadStopped(BaseException):
-    """Raised in the download thread by the first progress report after `close`."""
+    """Raised by progress reports after `close`, to end the download thread."""
 
 
 class ModelDownload:

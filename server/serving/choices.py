@@ -73,8 +73,8 @@ class TextLogprobs:
         """Set the character offset of the next token and reset the UTF-8 decoder."""
         self._offset = offset
         self._text = ""
-        """The echoed prompt during `write_prompt`, otherwise empty. It has the control tokens that
-        the client sent, but no control tokens that the tokenizer added."""
+        """The echoed prompt during `write_prompt`, otherwise empty. It may lack the control
+        tokens that the tokenizer added."""
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def write(self, positions: Iterable[PositionLogprobs]) -> Choice:

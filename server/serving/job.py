@@ -97,7 +97,7 @@ class RunningRequest(Generic[StreamT]):
     created: int = field(default_factory=lambda: int(time.time()))
 
     def close(self) -> None:
-        """Abort unfinished sequences and write the access-log record. May be called more than
+        """Abort unfinished sequences and complete the access-log record. May be called more than
         once."""
         self.state.active_requests.discard(self.tracker)
         self.tracker.close()

@@ -87,7 +87,7 @@ class AppState:
     active_requests: set[RequestTracker[Any]] = field(default_factory=set)
     """Requests in the engine; bounded by the engine client's limits on the queue and the batch."""
     recent_requests: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=MAX_RECENT))
-    """Statistics of the latest requests (see RequestRecord.summary)."""
+    """Statistics of the latest requests to the engine (see RequestRecord.summary)."""
     engine_restarts: deque[PastRestart] = field(default_factory=lambda: deque(maxlen=MAX_RESTARTS))
     peers: Peers = field(default_factory=Peers)
     tracer: "Tracer | None" = None
@@ -97,7 +97,7 @@ class AppState:
     bodies: BodyReader = field(init=False)
     """Reader of request bodies within this server's limits."""
     unread_answers: UnreadAnswers = field(default_factory=UnreadAnswers)
-    """Long responses that clients have not read."""
+    """Long responses and stream output that clients have not read."""
     api_keys: ApiKeys = field(init=False)
     template_defaults: Mapping[str, Any] = field(init=False)
     """Default variables of the chat template, which a request may override."""

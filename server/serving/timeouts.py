@@ -15,7 +15,7 @@ MAX_TIMEOUT_S = 86_400.0
 
 @dataclass(frozen=True, slots=True)
 class RequestTimeout:
-    """Timeout of a request: the request must end within `seconds` of receiving its headers."""
+    """Timeout of a request: the request must end within `seconds` of RequestRecord.started_s."""
 
     seconds: float
     deadline_s: float

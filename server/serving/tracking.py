@@ -113,7 +113,7 @@ class RequestTracker(Generic[StreamT]):
         self._record.set_error(fault.status, fault.message, fault.param)
 
     def close(self) -> None:
-        """Abort unfinished sequences, and write the request's record and metrics."""
+        """Abort unfinished sequences, and complete the request's record and metrics."""
         if self._is_closed:
             return
         self._is_closed = True

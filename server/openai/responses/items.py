@@ -26,7 +26,8 @@ PREFIXES = {
 }
 ROLES = ("user", "system", "developer", "assistant")
 _OURS = ("output_text",)
-"""Content part types of assistant messages."""
+"""Content part types that errors about assistant messages name; `text` and `refusal` are accepted
+too."""
 _CONTENT = ("role", "content", "text")
 """Fields that may have content for the model."""
 _SHOWN = 40

@@ -20,7 +20,7 @@ from server.serving.job import ServingRequest
 
 
 class ResponseWriter:
-    """ChunkWriter for a response; call `opening` first.
+    """ChunkWriter for a response; a stream starts with `opening`.
 
     `ending`, `failing` and `cancelling` call `on_end` with the response before the client can see
     that it ended. Their frames contain the whole output several times, so long output is encoded on

@@ -51,7 +51,7 @@ BIAS_BYTES = 240
 MAX_STOP_CHARACTERS = 1_024
 """Maximum length of a stop string. Text that may be the beginning of a stop string is held back."""
 GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""Sampling parameters that a model's generation_config may set."""
+"""Sampling parameters, besides max_tokens, that a model's generation_config may set."""
 
 
 def _listed(value: object) -> object:
