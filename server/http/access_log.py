@@ -1,9 +1,11 @@
 """Record of an HTTP request, for its access-log line and its metrics."""
 
+import asyncio
 import json
 import logging
 import re
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +19,8 @@ MAX_IGNORED_CHARACTERS = 64
 per name."""
 MAX_ERROR_CHARACTERS = 200
 """Maximum length of an error message in a log line."""
+PROMPTS_AT_ONCE = 32
+"""Prompts that are logged in an iteration of the event loop: 2 ms."""
 MAX_PROMPT_CHARACTERS = 2000
 """Maximum length of a prompt in a log line."""
 _QUOTED = re.compile(
@@ -182,6 +186,14 @@ def record_of(scope: Scope) -> RequestRecord:
     """The record of the request with this scope."""
     record: RequestRecord = scope[_RECORD_KEY]
     return record
+
+
+async def log_prompts(record: RequestRecord, prompts: Iterable[str | list[int]]) -> None:
+    """Log the beginning of each prompt, and yield to the event loop between prompts."""
+    for index, prompt in enumerate(prompts, 1):
+        log_prompt(record, prompt)
+        if index % PROMPTS_AT_ONCE == 0:
+            await asyncio.sleep(0)
 
 
 def log_prompt(record: RequestRecord, prompt: str | list[int]) -> None:

@@ -14,7 +14,7 @@ from config.params.sampling import SamplingParams
 from server.generation.outputs import Prompt
 from server.generation.pipeline import Pauses
 from server.generation.validation import check_comparable, truncate_prompt
-from server.http.access_log import log_prompt, record_of
+from server.http.access_log import log_prompts, record_of
 from server.http.body import built_response, parse
 from server.http.json_encoder import encode_json
 from server.http.openapi import ANSWERS, GENERATES, takes
@@ -87,8 +87,8 @@ async def prepare_completion(
     params = await _params(state, body)
     prompts = await _prompts(state, body, params)
     if state.config.enable_log_requests:
-        for prompt in prompts:
-            log_prompt(record_of(request.scope), prompt.text or prompt.token_ids)
+        shown = (prompt.text or prompt.token_ids for prompt in prompts)
+        await log_prompts(record_of(request.scope), shown)
     constraint = await body.on_thread_if_large(lambda: body.constraint)
     if constraint is not None:
         place = place_of(constraint[0], body.response_format)

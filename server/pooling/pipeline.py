@@ -18,8 +18,14 @@ from engine.client.output_queue import RequestOutputQueue, Update
 from engine.client.request_limits import DEFAULT_TERMS, RequestTerms
 from engine.transport.messages import NO_SAMPLING, UNSENT, AddRequest, engine_of
 from server.generation.outputs import Delta, Timing
-from server.generation.pipeline import check_finish
+from server.generation.pipeline import (
+    MAX_TOKENS_AT_ONCE,
+    TOKENS_PER_SEQUENCE,
+    Pauses,
+    check_finish,
+)
 from server.http.json_encoder import PIECE_WEIGHT, LongJson
+from server.http.pacing import LoopPacer
 
 Vectors = npt.NDArray[np.float32]
 """float32 (rows, width), the result of an input: a single row, or a row per token."""
@@ -47,7 +53,7 @@ class PoolingInput:
 
 class PoolingStream:
     """Results of a request's inputs. Iterate it once: each item has a delta for the next finished
-    input, in order; `vectors` has the results.
+    input, in order; `vectors` has the results. The iteration sends the inputs after the first.
 
     Raises the errors of the engine client and of `check_finish`, and RequestFailed for vectors with
     NaN or infinite values. An error aborts all unfinished inputs.
@@ -61,14 +67,16 @@ class PoolingStream:
         inputs: list[PoolingInput],
         terms: RequestTerms = DEFAULT_TERMS,
         *,
+        pacer: LoopPacer | None = None,
         max_concurrent: int = MAX_CONCURRENT_INPUTS,
     ) -> None:
-        """Send the first inputs. Raises the errors of EngineClient.add after aborting all
-        inputs."""
+        """Send the first inputs. `pacer`: pacer that requests share; None: there is one request.
+        Raises the errors of EngineClient.add after aborting all inputs."""
         self._client = client
         self._unsent = deque(enumerate(inputs))
         self._inputs = inputs
         self._terms = terms
+        self._pauses = Pauses(pacer or LoopPacer(1))
         self._max_concurrent = max_concurrent
         self._group = 0
         """Key of the first input; 0: nothing was sent."""
@@ -119,8 +127,13 @@ class PoolingStream:
     async def __anext__(self) -> list[Delta]:
         if not self._queues:
             raise StopAsyncIteration
-        index, queue = self._queues[0]
         try:
+            while self._send():
+                await self._pauses.pause()
+            # The request may have been aborted meanwhile.
+            if not self._queues:
+                raise StopAsyncIteration
+            index, queue = self._queues[0]
             while (update := await queue.get()).finish is None:
                 self._apply(index, update)
             # The request was aborted while it waited for output.
@@ -129,7 +142,9 @@ class PoolingStream:
             self._queues.popleft()
             check_finish(update.finish)
             self._apply(index, update)
-            self._send()
+            if not self._queues:
+                # So that the iteration continues while inputs are unsent.
+                self._send()
         except BaseException:
             self.abort()
             raise
@@ -144,13 +159,16 @@ class PoolingStream:
         if queues:
             self._client.abort([queue.key for _, queue in queues])
 
-    def _send(self) -> None:
-        """Send inputs up to `max_concurrent`. If the engine's queue is full, the rest is sent after
-        earlier inputs of this request finish; raises Overloaded only if no input of this request is
-        in the engine."""
-        terms = self._terms
+    def _send(self) -> bool:
+        """Send inputs up to `max_concurrent` and MAX_TOKENS_AT_ONCE; returns whether the second
+        limit was reached. If the engine's queue is full, the rest is sent after earlier inputs of
+        this request finish; raises Overloaded only if no input of this request is in the engine."""
+        terms, num_tokens = self._terms, 0
         while self._unsent and len(self._queues) < self._max_concurrent:
             index, item = self._unsent[0]
+            if num_tokens > MAX_TOKENS_AT_ONCE:
+                return True
+            num_tokens += len(item.token_ids) + TOKENS_PER_SEQUENCE
             request = AddRequest(
                 UNSENT,
                 memoryview(np.asarray(item.token_ids, dtype="<u4").tobytes()),
@@ -167,10 +185,11 @@ class PoolingStream:
             except Overloaded:
                 if not self._queues:
                     raise
-                return
+                return False
             self._group = self._group or queue.key
             self._queues.append((index, queue))
             self._unsent.popleft()
+        return False
 
     def _apply(self, index: int, update: Update) -> None:
         if update.num_cached_tokens is not None:

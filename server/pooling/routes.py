@@ -16,7 +16,7 @@ from starlette.responses import Response
 from config.errors import UserError
 from config.params.pooling import CLASSIFY, EMBED, SCORE, TOKEN_EMBED, PoolingParams
 from engine.client.request_limits import RequestTerms
-from server.http.access_log import log_prompt, record_of
+from server.http.access_log import log_prompts, record_of
 from server.http.body import built_response, json_response, parse
 from server.http.disconnect import CancelOnDisconnect
 from server.http.openapi import ANSWERS, takes
@@ -255,13 +255,13 @@ async def _inputs(
                     param="messages",
                 )
             text = rendered.text
-            _log_prompts(state, request, [state.text_tokenizer("messages").unmarked(text)])
+            await _log_prompts(state, request, [state.text_tokenizer("messages").unmarked(text)])
             special = bool(body.add_special_tokens)
             options = dataclasses.replace(options, param="messages", is_list=False, special=special)
             inputs = await processor.rendered(text, options)
         else:
             prompts = await asyncio.to_thread(body.inputs) if body.is_big else body.inputs()
-            _log_prompts(state, request, prompts)
+            await _log_prompts(state, request, prompts)
             options = dataclasses.replace(
                 options,
                 is_list=body.is_listed,
@@ -294,7 +294,7 @@ async def _cohere_inputs(
             param="embedding_types",
         )
     texts = body.embedded_texts()
-    _log_prompts(state, request, texts)
+    await _log_prompts(state, request, texts)
     cuts = body.truncate != "NONE"
     most = min(body.max_tokens or processor.max_tokens, processor.max_tokens)
     options = InputOptions(
@@ -320,11 +320,11 @@ async def _cohere_inputs(
     return inputs
 
 
-def _log_prompts(state: AppState, request: Request, prompts: Iterable[object]) -> None:
+async def _log_prompts(
+    state: AppState, request: Request, prompts: Iterable[str | list[int]]
+) -> None:
     if state.config.enable_log_requests:
-        for prompt in prompts:
-            text = prompt if isinstance(prompt, str) else repr(prompt)
-            log_prompt(record_of(request.scope), text)
+        await log_prompts(record_of(request.scope), prompts)
 
 
 async def _run(
@@ -339,7 +339,7 @@ async def _run(
     model = state.model(body.model)
 
     async def start(terms: RequestTerms) -> PoolingStream:
-        return PoolingStream(state.client, inputs, terms)
+        return PoolingStream(state.client, inputs, terms, pacer=state.pooling_pacer)
 
     tracker = await start_tracked(
         state,
@@ -379,7 +379,7 @@ async def _pair_inputs(
     """(inputs for the text pairs of `body`, function that computes scores from their results)."""
     processor = _processor(state)
     firsts, seconds = body.pairs()
-    _log_prompts(state, request, (*firsts, *seconds))
+    await _log_prompts(state, request, (*firsts, *seconds))
     options = InputOptions(
         PoolingParams(normalize=body.normalizes),
         truncate=body.truncate_prompt_tokens,

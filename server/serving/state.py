@@ -18,6 +18,7 @@ from server.generation.pipeline import Pipeline, asleep
 from server.generation.validation import OutputLimits
 from server.http.auth import ApiKeys
 from server.http.body import BodyReader
+from server.http.pacing import LoopPacer
 from server.http.peer_proxy import Peers
 from server.http.unread_answers import UnreadAnswers
 from server.metrics.registry import Metrics
@@ -98,6 +99,8 @@ class AppState:
     """Reader of request bodies within this server's limits."""
     unread_answers: UnreadAnswers = field(default_factory=UnreadAnswers)
     """Long responses and stream output that clients have not read."""
+    pooling_pacer: LoopPacer = field(default_factory=lambda: LoopPacer(1))
+    """Spreads the inputs that pooling requests send over iterations of the event loop."""
     api_keys: ApiKeys = field(init=False)
     template_defaults: Mapping[str, Any] = field(init=False)
     """Default variables of the chat template, which a request may override."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import itertools
 from typing import Any
 
 import httpx
@@ -14,7 +15,9 @@ from waits import until
 
 from config.errors import Overloaded
 from config.params.pooling import PoolingFacts, PoolingParams
-from server.pooling.pipeline import MAX_CONCURRENT_INPUTS
+from server.generation.pipeline import MAX_TOKENS_AT_ONCE
+from server.http import access_log
+from server.pooling.pipeline import MAX_CONCURRENT_INPUTS, PoolingInput, PoolingStream
 
 CROSS_ENCODER = PoolingFacts(tasks=("score",), width=1, token_width=1)
 CLASSIFIER = PoolingFacts(
@@ -413,3 +416,62 @@ async def test_an_engine_that_dies_is_a_500() -> None:
         found = error(await asking, 500)
 
     assert found["type"] == "server_error"
+
+
+async def test_long_inputs_are_sent_in_several_iterations_of_the_event_loop() -> None:
+    engine = client(max_model_len=MAX_TOKENS_AT_ONCE)
+    engine.answers = False
+    inputs = [PoolingInput([1] * (MAX_TOKENS_AT_ONCE // 2), EMBED) for _ in range(7)]
+    stream = PoolingStream(engine, inputs)
+    sent = [len(engine.queues)]
+    first = asyncio.ensure_future(anext(stream))
+    while sent[-1] < len(inputs):
+        await asyncio.sleep(0)
+        sent.append(len(engine.queues))
+    stream.abort()
+    with pytest.raises(StopAsyncIteration):
+        await first
+
+    steps = [after - before for before, after in itertools.pairwise([0, *sent])]
+    assert 1 <= max(steps) <= 2
+
+
+async def test_a_request_aborted_while_inputs_are_sent_sends_no_more() -> None:
+    engine = client()
+    inputs = [PoolingInput([1] * MAX_TOKENS_AT_ONCE, EMBED) for _ in range(5)]
+    engine.answers = False
+    stream = PoolingStream(engine, inputs)
+    first = asyncio.ensure_future(anext(stream))
+    stream.abort()
+    with pytest.raises(StopAsyncIteration):
+        await first
+
+    assert len(engine.queues) == 1
+
+
+async def test_only_the_logged_part_of_token_ids_is_formatted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    logged: list[object] = []
+    monkeypatch.setattr(access_log, "log_prompt", lambda record, prompt: logged.append(prompt))
+    async with in_memory(client(), enable_log_requests=True) as rig:
+        await embed(rig, [[1, 2], [3]])
+        await embed(rig, "hello")
+
+    assert logged == [[1, 2], [3], "hello"], "log_prompt cuts token ids before it formats them"
+
+
+async def test_other_tasks_run_while_many_prompts_are_logged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    logged: list[object] = []
+    monkeypatch.setattr(access_log, "log_prompt", lambda record, prompt: logged.append(prompt))
+    record: Any = None
+    task = asyncio.ensure_future(access_log.log_prompts(record, ["hello"] * 2_000))
+    seen = [0]
+    while not task.done():
+        await asyncio.sleep(0)
+        seen.append(len(logged))
+
+    assert len(logged) == 2_000
+    assert max(after - before for before, after in itertools.pairwise(seen)) <= 64
