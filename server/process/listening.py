@@ -50,17 +50,20 @@ def bind_port(host: str, port: int, *, shared: bool) -> socket.socket:
 
 def bind_path(path: str) -> socket.socket:
     """Bind a Unix socket. Replaces a socket file without a listening server. Raises ConfigError."""
-    with contextlib.suppress(FileNotFoundError):
-        if not stat.S_ISSOCK(os.stat(path).st_mode):
-            raise ConfigError(f"cannot listen on {path}: it exists and is not a socket")
-        if _answers(path):
-            raise ConfigError(f"cannot listen on {path}: another process already listens on it")
-        os.unlink(path)
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        sock.bind(path)
+        with contextlib.suppress(FileNotFoundError):
+            if not stat.S_ISSOCK(os.stat(path).st_mode):
+                raise ConfigError(f"cannot listen on {path}: it exists and is not a socket")
+            if _answers(path):
+                raise ConfigError(f"cannot listen on {path}: another process already listens on it")
+            os.unlink(path)
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock.bind(path)
+        except OSError:
+            sock.close()
+            raise
     except OSError as error:
-        sock.close()
         raise ConfigError(f"cannot listen on {path}: {error.strerror or error}") from error
     return sock
 

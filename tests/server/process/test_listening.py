@@ -39,6 +39,14 @@ def test_the_error_names_a_missing_folder(tmp_path: Path) -> None:
         bind_path(str(tmp_path / "none" / "s"))
 
 
+def test_a_path_that_cannot_be_looked_up_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("data")
+
+    with pytest.raises(ConfigError, match=r"cannot listen on .*file/s: Not a directory"):
+        bind_path(str(file / "s"))
+
+
 @pytest.mark.parametrize("is_abstract", [False, True])
 def test_systemd_gets_one_datagram(tmp_path: Path, is_abstract: bool) -> None:
     path = str(tmp_path / "notify")
