@@ -166,8 +166,8 @@ def _wrong_method(request: Request, error: HTTPException) -> HTTPException:
 
 def _unknown_route(request: Request) -> HTTPException:
     """404 for an unknown path, with a hint if one applies: the flag that enables the route, a note
-    on a route of another server, the route if only `/v1` is missing, a route below `/v1`, or the
-    route with the most similar path."""
+    on a route of another server, the route if only `/v1` is missing, the base URL if `/v1` is there
+    twice, a route below `/v1`, or the route with the most similar path."""
     path = request.scope["path"]
     shown = path[:PATH_CHARACTERS_SHOWN]
     message = f"There is no route {shown}."
@@ -179,6 +179,8 @@ def _unknown_route(request: Request) -> HTTPException:
         message += f" {instead[0]}"
     elif _methods(request, f"/v1{path}"):
         message += f" The API is at /v1{shown}: end the client's base URL with /v1."
+    elif path.startswith("/v1/v1/") and _methods(request, path.removeprefix("/v1")):
+        message += " The path has /v1 twice: remove /v1 from the end of the client's base URL."
     elif path.rstrip("/") == "/v1":
         message += " It is the base of the API's routes; GET /v1/models lists the models."
     elif near := get_close_matches(shown, _paths(request), n=1, cutoff=NEAR_PATH_RATIO):

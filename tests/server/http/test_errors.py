@@ -295,7 +295,12 @@ async def test_unknown_models_routes_and_methods_have_their_own_errors() -> None
     [
         ("POST", "/chat/completions", 404, "end the client's base URL with /v1"),
         ("GET", "/models", 404, "The API is at /v1/models"),
-        ("POST", "/v1/v1/chat/completions", 404, "nearest route is /v1/chat/completions."),
+        (
+            "POST",
+            "/v1/v1/chat/completions",
+            404,
+            "remove /v1 from the end of the client's base URL.",
+        ),
         ("POST", "/v1/chat/completion", 404, "The nearest route is /v1/chat/completions."),
         (
             "POST",
