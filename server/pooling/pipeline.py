@@ -143,7 +143,7 @@ class PoolingStream:
             check_finish(update.finish)
             self._apply(index, update)
             if not self._queues:
-                # So that the iteration continues while inputs are unsent.
+                # The iteration continues while inputs are unsent.
                 self._send()
         except BaseException:
             self.abort()
