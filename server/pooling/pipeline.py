@@ -22,7 +22,7 @@ from server.generation.pipeline import check_finish
 from server.http.json_encoder import PIECE_WEIGHT, LongJson
 
 Vectors = npt.NDArray[np.float32]
-"""float32 (rows, width), the result of an input: a single row, or a row per token."""
+"""float32 array. The result of an input is (rows, width): a single row, or a row per token."""
 Encoded = msgspec.Raw | LongJson | str | list[int]
 """JSON numbers, base64 or packed bits."""
 BINARY_TYPES = ("binary", "ubinary")
