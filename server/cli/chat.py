@@ -96,8 +96,8 @@ def _refuse_address(loaded: Loaded) -> None:
 
 
 def repeats(text: str) -> bool:
-    """Whether the end of `text` repeats itself: the same characters MIN_REPEATS times, over
-    MIN_CHARACTERS. The page has the same rule (server/page/repetition.js)."""
+    """Whether the end of `text` repeats at most MAX_PERIOD characters, at least MIN_REPEATS times
+    and over at least MIN_CHARACTERS. The page has the same rule (server/page/repetition.js)."""
     for period in range(1, MAX_PERIOD + 1):
         length = max(MIN_CHARACTERS, MIN_REPEATS * period)
         if length > len(text):

@@ -147,7 +147,7 @@ class HttpClient:
         elif status == NOT_FOUND and path == MODELS_PATH:
             text += "; correct the URL"
         if self._socket_path:
-            # The command started this server itself, on a socket that the user does not know.
+            # Usually the command started this server, so the user does not know its socket.
             return HttpFailure(text)
         return HttpFailure(f"{self._url} answered {path} with {status}: {text}")
 

@@ -195,7 +195,8 @@ async def _ask(client: HttpClient, line: BatchLine) -> HttpResponse:
 
 
 def retry_s(retry_after: str) -> float:
-    """Seconds to wait according to a Retry-After header; RETRY_S if it is not a number."""
+    """Seconds to wait according to a Retry-After header, from MIN_RETRY_S to MAX_RETRY_S; RETRY_S
+    if it is not a number."""
     is_number = retry_after.isascii() and retry_after.isdecimal()
     return max(MIN_RETRY_S, min(float(retry_after), MAX_RETRY_S)) if is_number else RETRY_S
 

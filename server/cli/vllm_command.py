@@ -33,8 +33,8 @@ MAX_SCRIPT_BYTES = 2**10
 
 
 def main(argv: list[str]) -> int:
-    """Write the command into the scripts folder of this environment. Raises ConfigError on
-    failure."""
+    """Write the command, and the line of vllm_modules.py, into this environment, unless vLLM is
+    installed. Raises ConfigError on failure."""
     parser = FlagParser(
         prog="gaudiserve vllm-command",
         usage="gaudiserve vllm-command",

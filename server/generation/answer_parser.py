@@ -63,8 +63,8 @@ class CallParsing:
     is_named: bool
     """Whether tool_choice names the function, so that finish_reason stays `stop`."""
     finds_stray_calls: bool = False
-    """Whether calls in the reasoning and unmarked calls in the text are parsed, because no grammar
-    constrains the calls."""
+    """Whether calls in the reasoning, and unmarked calls after the start of the text, are parsed,
+    because no grammar constrains the calls."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """Beam search on top of an engine, with the semantics of transformers' `generate(num_beams=...)`.
 
 Each step sends a request for a single token for each running beam. From the second step on, the
-engine queues these requests before new requests of the same priority.
+engine normally starts these requests before new requests of the same priority.
 """
 
 import time

@@ -78,9 +78,9 @@ class Output:
 
 @dataclass(slots=True)
 class Timing:
-    """Queue, prefill and decode times of a sequence in seconds. The engine's own values once it has
-    finished the sequence; until then, and after a stop string, values measured by the API
-    server."""
+    """Queue, prefill and decode times of a sequence in seconds. The engine's own values if the
+    engine has finished the sequence; otherwise, for example after a stop string, values measured by
+    the API server."""
 
     queue_s: float = 0.0
     prefill_s: float = 0.0
@@ -93,7 +93,7 @@ class RequestStream(Protocol):
 
     @property
     def engine(self) -> int:
-        """Engine of the first sequence."""
+        """Engine of the first sequence; for pooling, of the oldest input in an engine."""
         ...
 
     @property

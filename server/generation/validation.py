@@ -29,8 +29,8 @@ from config.params.token_ids import (
 from server.generation.outputs import Prompt
 
 MAX_IMAGE_BYTES = 256 * 2**20
-"""Maximum bytes of images and videos of a request with several choices; each choice sends its own
-copy."""
+"""Maximum bytes of images and videos over all choices of a request with n above 1: each choice
+sends its own copy."""
 
 ABOVE_EVERY_CONTEXT = 2**31 - 1
 

@@ -108,7 +108,8 @@ def _band_to_rgb(image: Image.Image) -> Image.Image:
 
 @contextlib.contextmanager
 def _decoding() -> Iterator[None]:
-    """Convert exceptions of decoders to BadImage. Disables Pillow's pixel limit."""
+    """Convert exceptions of decoders, except MemoryError, to BadImage. Disables Pillow's pixel
+    limit."""
     # `check_size` runs before any pixel is decoded, and Pillow limits the size of each chunk.
     Image.MAX_IMAGE_PIXELS = None
     try:

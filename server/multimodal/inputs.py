@@ -52,7 +52,8 @@ class ImageLoader:
     ) -> list[ProcessedImage]:
         """Load the images and videos, in order; equal sources are loaded once. An image or
         video that is given only by a uuid must have been sent by `owner` before and still be
-        cached. Clients share fetches and processing fairly. Raises UserError and Overloaded."""
+        cached. Clients share fetches and processing fairly. Raises UserError, and the errors of
+        MediaFetcher.fetch and ImagePreprocessor.process."""
         check_count(sources, self._limits, param)
         loading: dict[MediaSource, asyncio.Future[ProcessedImage]] = {}
         equal = [replace(source, where="") for source in sources]

@@ -1,5 +1,5 @@
 """Port of transformers' Llama4ImageProcessor without torchvision: tiles of equal size on the
-best-fitting canvas, then the whole image as a tile."""
+best-fitting canvas and, after several tiles, the whole image as a tile."""
 
 import math
 from collections.abc import Sequence

@@ -166,7 +166,7 @@ def with_image_texts(
 ) -> str:
     """Replace each placeholder (`marks`) in `prompt` by the text of its image or video. Raises
     UserError unless the placeholders match the images and videos in number and order. Placeholders
-    in the caller's text have been split before, see server/text/control_tokens.py."""
+    in the text of chat messages have been split before, see server/text/control_tokens.py."""
     kinds = {mark: kind for kind, mark in marks.items()}
     found = list(re.finditer("|".join(map(re.escape, kinds)), prompt))
     for kind, mark in marks.items():

@@ -172,8 +172,8 @@ class ImagePreprocessor:
     ) -> ProcessedImage:
         """Preprocess the bytes of an image, or an encoded Video. Clients share the processing slots
         fairly. If all callers of an image or video are cancelled, it leaves the queue or its
-        process is killed. Raises UserError, which names the place `where` in the request, and
-        Overloaded."""
+        process is killed. Raises UserError, which names the place `where` in the request,
+        Overloaded, and the errors of ForkServer.call except CallKilled."""
         data = kind + data
         if len(data) <= INLINE_BYTES:
             digest = sha256(data).digest()

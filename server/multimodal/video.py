@@ -49,7 +49,8 @@ class Frames(NamedTuple):
 
 def read_frames(video: Video, num_frames: int, fps: float) -> Frames:
     """Sample a video file evenly: at most `num_frames` frames (-1: at most MAX_FRAMES), and at most
-    `fps` per second (-1: no limit). Videos given as frames keep all frames. Raises BadImage."""
+    `fps` per second (-1: no limit), but at least 1. Videos given as frames keep all frames. Raises
+    BadImage."""
     if video.frames:
         _check_frames(video.frames)
         frames = [decode(data) for data in video.frames]

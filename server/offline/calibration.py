@@ -15,7 +15,7 @@ from config.model.quantization.inc import MEASURE, QUANTIZE
 
 Node = dict[str, Any]
 """Measurements of a module: `inputs`, and `outputs` if measured, with a nested list of shape (1, 1)
-per tensor; `params` with such a list for `weight`."""
+per tensor; `params`, if there are weights, with such a list for `weight`."""
 Record = dict[str, Any]
 """A measurement file: GlobalRank, LocalRank, Mode, and Nodes, which maps module paths to Node."""
 
@@ -63,7 +63,7 @@ def keep_least_losing(config: Path, num_ranks: int, *, with_attention: bool) -> 
 
     `config`: path of the configuration, in the folder of the measurement files. `num_ranks`: number
     of ranks that were measured. `with_attention`: also quantize the matmuls of attention and the KV
-    cache. Raises ConfigError if no module is a gate_up_proj or has experts.
+    cache. Raises ConfigError, for example if no module is a gate_up_proj or has experts.
     """
     nodes = read_measures(measure_path(config.parent, 0, num_ranks))["Nodes"]
     layers = (re.search(r"\.layers\.([0-9]{1,9})\.", name) for name in nodes)

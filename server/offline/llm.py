@@ -172,8 +172,8 @@ class LLM:
 
         `sampling_params`: parameters for all prompts, or a list with an entry per prompt; None: the
         model's defaults. `lora_request`: adapter for all prompts, or a list with an entry per
-        prompt; None: the base model. Raises UserError, and PromptTooLong for a prompt that does not
-        fit.
+        prompt; None: the base model. Raises the errors of its requests, for example PromptTooLong
+        for a prompt that does not fit, and EngineDied.
         """
         inputs = [parse_prompt(prompt) for prompt in as_prompt_list(prompts)]
         params = self._params(sampling_params, len(inputs))
@@ -272,8 +272,7 @@ class LLM:
 
         `pooling_task`: embed, token_embed, classify or score, which replaces the task of
         `pooling_params`; None: the task of a single `pooling_params`. Prompts are truncated to
-        `truncate_prompt_tokens` (-1: to the model's maximum). Raises UserError, and PromptTooLong
-        for a prompt that does not fit.
+        `truncate_prompt_tokens` (-1: to the model's maximum). Raises like `generate`.
         """
         if pooling_task is None:
             if not isinstance(pooling_params, PoolingParams):

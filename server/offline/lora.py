@@ -26,7 +26,7 @@ LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
 
 async def adapters_of(client: EngineClient, requests: LoRARequests, count: int) -> list[str]:
     """LoRAInfo.content for each of `count` prompts, empty for the base model. Loads adapters that
-    are not loaded yet. Raises UserError."""
+    are not loaded yet. Raises UserError, and the errors of EngineClient.control."""
     given = (
         [requests] * count if requests is None or isinstance(requests, LoRARequest) else [*requests]
     )

@@ -106,7 +106,7 @@ class ClassificationOutput:
     """Class probabilities of an input, from `LLM.classify`."""
 
     probs: list[float]
-    """Probability of each label of the model."""
+    """Probability of each label of the model; the logit, if the result is not normalized."""
 
     @property
     def num_classes(self) -> int:

@@ -37,7 +37,8 @@ def distinct(parsers: Mapping[str, ParserKind[F]]) -> list[ParserKind[F]]:
 
 
 def of_template(parsers: Mapping[str, ParserKind[F]], template: str) -> str | None:
-    """Name of the first parser whose marks occur in a chat template; None if there is none."""
+    """Name of the first parser with a mark that occurs in a chat template; None if there is
+    none."""
     for parser in distinct(parsers):
         if any(mark in template for mark in parser.marks):
             return parser.names[0]

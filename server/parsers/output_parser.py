@@ -1,4 +1,4 @@
-"""Output parser of a choice: reasoning first, then text and tool calls."""
+"""Output parser of a choice: separates reasoning, text and tool calls."""
 
 from collections.abc import Callable
 

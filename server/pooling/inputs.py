@@ -31,7 +31,7 @@ class InputOptions:
     param: str = "input"
     """Field with the inputs, for errors."""
     is_list: bool = True
-    """Whether the field is a list; errors then include an index."""
+    """Whether the field is a list; `item` then includes the index."""
     truncate: int | None = None
     """Truncate inputs to this many tokens; -1: to the model's maximum."""
     keep_end: bool = False
@@ -70,7 +70,7 @@ def not_a_pooling_model() -> UserError:
 
 
 class InputProcessor:
-    """Prepares inputs for a model. A UserError about an entry of a list gives its index."""
+    """Prepares inputs for a model."""
 
     def __init__(
         self,

@@ -28,7 +28,7 @@ from server.http.json_encoder import PIECE_WEIGHT, LongJson
 from server.http.pacing import LoopPacer
 
 Vectors = npt.NDArray[np.float32]
-"""float32 (rows, width), the result of an input: a single row, or a row per token."""
+"""float32 array. The result of an input is (rows, width): a single row, or a row per token."""
 Encoded = msgspec.Raw | LongJson | str | list[int]
 """JSON numbers, base64 or packed bits."""
 BINARY_TYPES = ("binary", "ubinary")

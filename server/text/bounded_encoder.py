@@ -33,8 +33,8 @@ class BoundedEncoder:
     """Tokenizer of the tokenizers library with bounded encoding. Thread-safe.
 
     Texts without known bounds on time or memory are encoded in a fork that can be killed. All other
-    texts, and all texts of ordinary checkpoints, are encoded directly. All other methods are
-    forwarded to the library's tokenizer.
+    texts, and all texts of ordinary checkpoints, are encoded directly. Attributes that this class
+    lacks are read from the library's tokenizer.
     """
 
     def __init__(self, encoder: Encoder, bounds: TokenizerBounds) -> None:

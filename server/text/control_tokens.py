@@ -3,7 +3,8 @@
 The output of a template mixes control tokens and messages. To distinguish them, a random mark is
 inserted into each control-token text in a message before the template runs. Then the template's own
 control tokens, which have no mark, are renamed to random words, and the marks are removed. The
-result is encoded by a copy of the tokenizer that knows only the new names as control tokens.
+result is encoded by a copy of the tokenizer that knows the control tokens by the new names. Control
+tokens that a mark cannot protect keep their names; a message with such a text is rejected.
 """
 
 import itertools
@@ -93,7 +94,7 @@ class ControlTokenEncoder:
             if (token.special if only is None else token.content in only)
         }
         self._token_of = {token_id: text for text, token_id in special.items()}
-        # Tokens that are too short for a mark, or whose matching depends on surrounding text.
+        # Tokens that are too short for a mark, or that match normalized text or whole words only.
         elusive = {
             token.content
             for token in added.values()
@@ -137,7 +138,7 @@ class ControlTokenEncoder:
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Encode a marked text. Raises UserError if the model's vocabulary turns plain text into a
-        control token."""
+        control token, and the errors of BoundedEncoder.encode_batch_fast."""
         plain = self.unmarked(self._renamed(text))
         bare = self._encoded(plain, add_special_tokens=False)
         for token_id in bare:

@@ -57,8 +57,8 @@ _QUADRATIC_METHODS = (
     *("rfind", "rindex", "rsplit", "rpartition"),
 )
 _REFUSED_METHODS = ("translate", "encode", "to_bytes", "striptags", "isdisjoint")
-"""Methods that hash unchecked values, take quadratic time, or give bytes, whose methods are not
-bounded."""
+"""Methods that hash unchecked values, take quadratic time, return long texts, or return bytes,
+whose methods are not bounded."""
 _WIDE_FILTERS = ("do_center", "do_indent", "do_wordwrap")
 _TEXT_FILTERS = (
     *("capitalize", "center", "e", "escape", "forceescape", "format", "indent", "lower", "safe"),

@@ -145,7 +145,8 @@ def _add_common(parser: FlagParser) -> None:
 
 
 def throughput(argv: Sequence[str]) -> int:
-    """Run `bench throughput`; returns 0. Raises ConfigError, for example for invalid flags."""
+    """Run `bench throughput`; returns 0. Raises ConfigError, for example for invalid flags, and the
+    errors of LLM.generate."""
     llm, options = _opened(argv, throughput_parser())
     with llm:
         requests = _requests(llm, options)
@@ -175,7 +176,8 @@ def throughput(argv: Sequence[str]) -> int:
 
 
 def latency(argv: Sequence[str]) -> int:
-    """Run `bench latency`; returns 0. Raises ConfigError, for example for invalid flags."""
+    """Run `bench latency`; returns 0. Raises ConfigError, for example for invalid flags, and the
+    errors of LLM.generate."""
     llm, options = _opened(argv, latency_parser())
     with llm:
         shape = Shape(options.batch_size, options.input_len, options.output_len)

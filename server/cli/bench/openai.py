@@ -127,8 +127,8 @@ class OpenAIServer:
         return body
 
     async def count_prompt(self, text: str) -> int:
-        """Number of prompt tokens of a request with this text, including the chat template for the
-        chat endpoint. Raises HttpFailure."""
+        """Number of tokens of a prompt with this text: with the chat template for the chat
+        endpoint, otherwise without special tokens. Raises HttpFailure."""
         return len(await self._tokens(text, is_chat=self._endpoint == "chat"))
 
     async def count(self, text: str) -> int:

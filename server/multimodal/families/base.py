@@ -18,7 +18,7 @@ MAX_TOKEN_CHARACTERS = 256
 """Maximum length of a token's text."""
 
 Arrays = Mapping[str, Any]
-"""Output of the image processor for an image: numpy arrays, and lists of sizes."""
+"""Output of the image processor by name, mostly numpy arrays."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,8 @@ _COUNTS: Mapping[str, tuple[int, int]] = {
 
 class Lfm2VlForm(NoGrid):
     """Prompt text of LFM2-VL. If the image has several tiles, a token with row and column precedes
-    each tile, and a token precedes the whole image; use_image_special_tokens false omits both."""
+    each tile, and a token precedes the whole image. With use_image_special_tokens false, the text
+    has only image tokens."""
 
     def __init__(self, files: ProcessorFiles) -> None:
         self.mark = files.image_token

@@ -30,7 +30,8 @@ class ReasoningDelta:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallStart:
-    """Start of call number `index`, from 0. `id` is None if the model did not write an id."""
+    """Start of call number `index`, from 0. `id`: None if the model did not write an id;
+    OutputParser then adds an id."""
 
     index: int
     name: str

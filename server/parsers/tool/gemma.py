@@ -142,7 +142,7 @@ class Gemma(ToolCallFormat):
 
 
 def _is_flat(schema: Any) -> bool:
-    """Whether values of `schema` contain no objects: a JSON grammar allows forms of keys that this
+    """Whether `schema` is known to allow no objects: a JSON grammar allows forms of keys that this
     reader does not accept."""
     if not isinstance(schema, dict):
         return False
