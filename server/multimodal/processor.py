@@ -173,7 +173,7 @@ class ImagePreprocessor:
         """Preprocess the bytes of an image, or an encoded Video. Clients share the processing slots
         fairly. If all callers of an image or video are cancelled, it leaves the queue or its
         process is killed. Raises UserError, which names the place `where` in the request,
-        Overloaded, and the errors of ForkServer.call except CallKilled."""
+        Overloaded, and the errors of ForkServer.call except CallKilled and CallBroken."""
         data = kind + data
         if len(data) <= INLINE_BYTES:
             digest = sha256(data).digest()
@@ -211,7 +211,7 @@ class ImagePreprocessor:
         except CallInterrupted as error:
             noun = "video" if data[:1] == VIDEO else "image"
             raise Overloaded(f"processing the {noun} was interrupted: {error}") from None
-        except CallKilled as error:
+        except (CallKilled, CallBroken) as error:
             noun = "video" if data[:1] == VIDEO else "image"
             raise _Refused(f"the {noun} cannot be processed: {error}") from None
         finally:

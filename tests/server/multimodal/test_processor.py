@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -18,7 +19,7 @@ from transformers import AutoImageProcessor, AutoProcessor
 from waits import WAIT_S, until
 
 from config.errors import ConfigError, Overloaded, UserError
-from engine.process.isolation import ForkServer, Limits
+from engine.process.isolation import CallBroken, ForkServer, Limits
 from server.multimodal.file_checks import BadImage
 from server.multimodal.image_processor import MAX_RATIO, ImageProcessor
 from server.multimodal.messages import IMAGE, Answer, Setup
@@ -386,3 +387,15 @@ async def test_too_many_images_of_a_client_are_refused_and_another_client_is_ser
     for task in flood:
         task.cancel()
     await asyncio.gather(*flood, return_exceptions=True)
+
+
+async def test_an_unexpected_failure_of_a_processor_rejects_its_request(
+    shared: ImagePreprocessor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> bytearray:
+        raise CallBroken("KeyError: 'pixel_values'")
+
+    monkeypatch.setattr(shared, "_processes", SimpleNamespace(call=fail))
+
+    with pytest.raises(UserError, match=r"messages\.0: the image cannot be processed: KeyError"):
+        await shared.process(b"no cached image", "messages.0")
