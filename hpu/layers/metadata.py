@@ -54,7 +54,7 @@ class PrefillAttentionInputs(NamedTuple):
     blocks each. Alternatively up to `S` sequences packed into one row: then `positions` is (1, Q),
     `query_lens` and `context_lens` are (S), and `block_list` (C) holds the blocks of all sequences.
 
-    Integers are int32 on devices that need it and int64 on CPU. A padding token has position 0 and
+    Integers have the back end's index dtype: int32 or int64. A padding token has position 0 and
     writes to the pad block; a padding sequence has query_lens 0.
     """
 
@@ -123,7 +123,7 @@ def rotated_positions(inputs: AttentionInputs) -> Tensor:
 
 
 class Visibility(NamedTuple):
-    """Tokens that a query of a layer sees; all earlier tokens by default."""
+    """Tokens that a query of a layer sees; by default itself and all earlier tokens."""
 
     window: int | None = None
     """Sliding window: number of tokens that a query sees, including itself."""
@@ -211,18 +211,18 @@ class PrefillMetadata(NamedTuple):
     slot_mappings: tuple[Tensor | None, ...]
     """(B * Q) per kind of layers; None: no cache."""
     query_lens: Tensor
-    """(B): at least 1."""
+    """(B), or (S) for packed sequences: at least 1."""
     block_lists: tuple[Tensor, ...]
     """(B * C) per kind of layers; C may be smaller for windows and chunks. Empty without cached
     context."""
     masks: Masks
     """Masks over the new tokens, (B or 1, 1 or heads, Q, Q), or (B, 1, 1, Q) without causality. For
     fused kernels: masks over cached and new tokens, (B or 1, 1 or heads, Q, S), in the form's
-    prompt_dtype. None: causal. With `slices` the mask of full layers is (1, 1, size, size), causal
-    over the tokens of a slice. The heads dimension is used for ALiBi."""
+    prompt_dtype. None: causal. With `slices` the mask of full layers is causal over the tokens of a
+    slice, (1, 1, size, size), where size is at most Q. The heads dimension is used for ALiBi."""
     context_masks: Masks
     """Masks over the cached tokens, (B, 1 or heads, 1 or Q, C * block_size); None for fused
-    kernels."""
+    kernels, and without cached context."""
     slices: tuple[ContextSlice, ...] = ()
     """Slices of the cached context, for layers with full attention that run slice by slice."""
     query_scale: Tensor | None = None
@@ -245,8 +245,8 @@ class DecodeBlocks(NamedTuple):
     groups: Tensor
     """(N): batch index of each block, -1 for padding."""
     rows: Tensor
-    """(N) int64: batch index of each block. For padding 0 or, in the entries of windows and rings,
-    the sequence for which the entry is listed."""
+    """(N) int64: batch index of each block. For padding 0, or the sequence for which the entry is
+    listed."""
     block_mapping: Tensor
     """(N, B) in the form's mapping_dtype, by default float32: 1 where the block belongs to the
     sequence."""

@@ -183,7 +183,7 @@ class PagedLatentAttention(nn.Module):
         self._num_heads = num_heads
         self._scale = scale
         self._encoded: EncodedKVCache | None = None
-        """Codec of the cache; None: latents are stored in the dtype of the cache."""
+        """Codec of the cache; None: latents are stored in the model's dtype."""
         self._latents = torch.empty(0)
         self._block_size = 0
 

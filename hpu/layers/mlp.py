@@ -59,7 +59,7 @@ def _clamped_swiglu(gate_up: Tensor, form: ClampedSwiGLU) -> Tensor:
 
 
 class GatedMLP(nn.Module):
-    """down(act(gate) * up), with gate and up in one matmul."""
+    """down(act(gate) * up), or a clamped SwiGLU of gate and up, with both in one matmul."""
 
     def __init__(
         self,

@@ -36,8 +36,8 @@ class TopKRouter:
     scoring: Literal["softmax", "sigmoid"] = "softmax"
     num_groups: int = 1
     top_groups: int = 1
-    """Number of groups, out of `num_groups` groups of adjacent experts, that the chosen experts
-    come from."""
+    """Number of groups, out of `num_groups` groups of adjacent experts, that experts are chosen
+    from."""
     group_scoring: Literal["top2", "max"] = "top2"
     """Group score: sum of the two best scores (DeepSeek-V3, arXiv 2412.19437), or the best score
     (DeepSeek-V2, arXiv 2405.04434)."""

@@ -10,12 +10,12 @@ from hpu.distributed.process_groups import SINGLE, ProcessGroup
 from hpu.ops.norm import rms_norm
 
 RmsNormKernel = Callable[[Tensor, Tensor, float], Tensor]
-"""Signature of hpu.ops.norm.rms_norm."""
+"""(hidden, weight, eps) -> norm, see hpu.ops.norm.rms_norm."""
 
 
 class RMSNorm(nn.Module):
     """RMS norm over the last dimension, computed in the dtype of `weight`; returns the dtype of the
-    hidden states. `weight` (hidden) is allocated, not filled."""
+    hidden states. `weight` (size) is allocated, not filled."""
 
     def __init__(self, size: int, eps: float, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class RMSNorm(nn.Module):
         self._kernel = kernel
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """(B, Q, hidden) -> (B, Q, hidden)."""
+        """(..., size) -> same shape."""
         if hidden.dtype != self.weight.dtype:
             return self._kernel(hidden.to(self.weight.dtype), self.weight, self.eps).to(
                 hidden.dtype

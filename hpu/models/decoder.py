@@ -182,8 +182,8 @@ class Decoder(LoadableModel):
         has_head: bool = True,
         place_layer: PlaceLayer = leave_in_place,
     ) -> None:
-        """`place_layer`: called with the index and the empty parameters of each layer before the
-        next layer is created; may move the parameters."""
+        """`place_layer`: called for each new layer, whose parameters it may move, before the next
+        layer is created."""
         super().__init__()
         stage = build.stage
         self.stage = stage
@@ -257,7 +257,8 @@ class Decoder(LoadableModel):
 
     def part(self, first: int, end: int, tokens: Tensor, inputs: AttentionInputs) -> Tensor:
         """Run layers `first` to `end` - 1. Calling `part` for consecutive ranges of layers, each
-        on the output of the previous part, equals a forward pass."""
+        on the output of the previous part, equals a forward pass of tokens, except that no hidden
+        states are kept."""
         return self.model.part(first, end, tokens, inputs)
 
     def embed(self, tokens: Tensor) -> Tensor:

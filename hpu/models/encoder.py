@@ -1,7 +1,7 @@
 """Bidirectional encoders of the BERT family; EncoderConfig describes the variant.
 
-The sum of word, position (unless heads are rotated) and type embeddings is normed; each layer
-computes x = norm(x + attention(x)) and x = norm(x + mlp(x)).
+The sum of word, position (unless heads are rotated) and type (if any) embeddings is normed; each
+layer computes x = norm(x + attention(x)) and x = norm(x + mlp(x)).
 """
 
 from typing import Any

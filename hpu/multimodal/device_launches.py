@@ -75,8 +75,8 @@ class DeviceLaunches:
 
     def launch(self, size: int, given: tuple[Tensor, ...], rows: Integers) -> None:
         """Encode the host tensors `given`, with the shapes of `size`, and write the embeddings to
-        `rows`, which are the rows of all ranks in rank order. Without `given` the launch repeats
-        the inputs of the previous launch of `size`, as padding."""
+        `rows`, which are the rows of all ranks in rank order. Without `given` the launch runs
+        on the inputs of the previous launch of `size` (at first zeros), as padding."""
         inputs = self._inputs_of(size)
         for device, source in zip(inputs, given, strict=False):
             host = self._backend.host_tensor(device.numel(), device.dtype)

@@ -42,7 +42,7 @@ class ImageFeature(LaunchFeature):
 
     @property
     def features(self) -> tuple[LaunchFeature, ...]:
-        """This feature, and the image inputs of launches."""
+        """This feature, and the image inputs of launches; empty for text-only models."""
         return ()
 
     def merged(self, forward: Forward) -> Forward:

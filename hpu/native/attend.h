@@ -1,4 +1,4 @@
-// Paged attention of one new token per sequence over its cached blocks. Part of decode.cpp.
+// Paged attention of one new token per row over its cached blocks. Part of decode.cpp.
 
 #pragma once
 

@@ -1,5 +1,5 @@
-// Decode steps and matmuls of the CPU back end in bfloat16, for the instruction sets of numbers.h, and
-// for AMX where available. hpu/native/library.py passes the pointers.
+// Decodes, prefills and matmuls of the CPU back end in bfloat16, for the instruction sets of numbers.h,
+// and for AMX where available. hpu/native/library.py passes the pointers.
 //
 // A step that takes about 600 torch operators is a single call here, in a single parallel region.
 // Activations in memory are bfloat16, as on the torch path. Sums are float32, and so is the residual

@@ -151,8 +151,8 @@ class CompiledDecoder(CausalLM):
     """Runs `model` in the C++ library, with the PackedLinear kernels of its linear layers. Falls
     back to `model` itself if a layer has no kernel, if the library does not support the
     architecture or the sizes, and after `keep_hidden_states`. `model` also runs launches with
-    adapters that the library cannot apply or with deepstack embeddings, and launches before
-    `bind_caches`."""
+    adapters that the library cannot apply, with deepstack embeddings or with complete texts, and
+    launches before `bind_caches`."""
 
     def __init__(self, model: Decoder, library: Library, sums: SharedSums | None = None) -> None:
         """`sums`: shared memory for all-reduce if the layers are split across ranks."""

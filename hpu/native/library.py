@@ -252,7 +252,7 @@ class Library:
 
     def round_inputs(self, wanted: bool) -> bool:
         """Enable or disable rounding of inputs to 8 bits, in blocks of 32, for the matmuls of this
-        process with quantized weights. Returns whether inputs are rounded: False on a machine
+        process with quantized weights. Returns whether inputs are rounded: never on a machine
         without AVX512-VNNI and VBMI."""
         self.rounds_inputs = bool(self._code.round_inputs(ctypes.c_int64(wanted)))
         return self.rounds_inputs

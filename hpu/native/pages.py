@@ -16,7 +16,7 @@ LINE_BYTES = 64
 
 
 class HugePages:
-    """Allocates tensors from large maps. A map is unmapped when its last tensor is freed."""
+    """Allocates tensors from large maps. A map is unmapped when no tensor uses it."""
 
     def __init__(self, map_bytes: int = MAP_BYTES) -> None:
         """`map_bytes`: minimum size of a map."""

@@ -15,10 +15,10 @@
 #include "lora.h"
 #include "numbers.h"
 
-// Layout of a weight. hpu/native/panels.py packs the quantized kinds. A group of *_GROUPS has 32 inputs,
-// with a float16 scale and, for INT4_GROUPS, a float16 minimum; a group of *_STORED (quantized
-// checkpoints) has `group` inputs, with float32 scale and minimum; a group of MXFP4 (OCP Microscaling
-// Formats 1.0) has 32 inputs, with a byte for the exponent.
+// Layout of a weight. hpu/native/panels.py packs the kinds of quantized weights, `pack_integers`
+// INT16_ROWS. A group of *_GROUPS has 32 inputs, with a float16 scale and, for INT4_GROUPS, a float16
+// minimum; a group of *_STORED (quantized checkpoints) has `group` inputs, with float32 scale and
+// minimum; a group of MXFP4 (OCP Microscaling Formats 1.0) has 32 inputs, with a byte for the exponent.
 enum Kind : int64_t {
   BFLOAT16,
   INT8_ROWS,     // value * scale of the output

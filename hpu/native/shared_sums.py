@@ -43,8 +43,7 @@ class SharedSums:
 
     def reserve(self, count: int) -> bool:
         """Grow the memory to sums of `count` elements; `count` is equal on all ranks. False if the
-        ranks cannot share memory: they are on several hosts or may not open the first rank's
-        file."""
+        ranks cannot share memory, for example because they are on several hosts."""
         if count <= self.structure.capacity:
             return True
         capacity = -(-count // 16) * 16

@@ -266,7 +266,7 @@ def paged_decode(
         sums, total = mapping @ weights, mapping @ flat
     if options.sinks is not None:
         sums = sums + torch.exp(options.sinks.float() - highest)
-    # A padding row has no block: its sums are 0. Avoid 0 / 0.
+    # The sums of a row without a block are 0: avoid 0 / 0.
     sums = sums.clamp_min(1e-30).unsqueeze(-1)
     return (total.view(batch, heads, size) / sums).to(query.dtype)
 

@@ -40,8 +40,8 @@ class Reference(NamedTuple):
     of: Callable[[Blocks], Tensor]
     """Computes the references (B, heads) float32."""
     least_total: float
-    """Lower bound of the sum of exponentials of a sequence with blocks. Replaces the sum 0 of a
-    sequence without blocks, which padding may read."""
+    """Minimum sum of exponentials. Replaces the sum 0 of a sequence without blocks, which padding
+    may read."""
 
 
 def _empty(blocks: Blocks) -> Tensor:
@@ -50,7 +50,7 @@ def _empty(blocks: Blocks) -> Tensor:
 
 
 def _index_reduce(blocks: Blocks) -> Tensor:
-    # Padding blocks have row 0 and a masked maximum, which does not change the maximum of row 0.
+    # Padding blocks have a masked maximum, which does not change the maximum of their row.
     return _empty(blocks).index_reduce(0, blocks.rows, blocks.highest, "amax")
 
 

@@ -21,7 +21,7 @@ ATTENTIONS = (
 )
 """Classes of transformers that split the patches at `cu_seqlens` and attend within each part."""
 GATED_MLPS = ("Qwen2_5_VLMLP", "PixtralMLP")
-"""Classes of transformers that compute act(gate_proj(x)) * up_proj(x)."""
+"""Classes of transformers that compute down_proj(act_fn(gate_proj(x)) * up_proj(x))."""
 SILU = ("SiLU", "SiLUActivation")
 
 
@@ -29,13 +29,13 @@ class TowerKernels:
     """Kernels from torch's own operators."""
 
     def pack(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor] | None:
-        """Matmul from `packed_linear`; None: torch's plain matmul is as fast."""
+        """Matmul with a packed weight; None: the module keeps its own matmul."""
         return packed_linear(weight, bias) if can_pack(weight.dtype, weight.device) else None
 
     def gated_mlp(
         self, gate: nn.Linear, up: nn.Linear, down: nn.Linear
     ) -> Callable[[Tensor], Tensor] | None:
-        """down(silu(gate(x)) * up(x)); None: the separate modules are as fast."""
+        """down(silu(gate(x)) * up(x)); None: the separate modules run."""
         return None
 
     def rms_norm(self, weight: Tensor, eps: float) -> Callable[[Tensor], Tensor]:

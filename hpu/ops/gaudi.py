@@ -191,7 +191,7 @@ class PlainNormKernels(GaudiKernels):
 
 class GaudiAttention(nn.Module):
     """AttentionImpl whose operators are modules, for the FP8 compressor. Every layer has all of
-    the modules, because a calibration file lists them all.
+    the modules (except caches that it lacks), because a calibration file lists them all.
 
     The scale is multiplied into the query before a Matmul, as in vllm-gaudi: applied to the scores
     it would change the range that the file gives for the query. Scores have the model's dtype, or

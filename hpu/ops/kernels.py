@@ -84,8 +84,8 @@ class PromptOperands(NamedTuple):
     value: Tensor
     """(B, kv_heads, Q, D)"""
     lengths: Tensor
-    """(B): new tokens of each row without padding, at least 1. The output of padding is
-    arbitrary but finite."""
+    """(B), or (S) for packed sequences: new tokens without padding, at least 1. The output of
+    padding is arbitrary but finite."""
     mask: Tensor | None
     """Mask over the new tokens. For a fused kernel: over cached and new tokens, (B or 1, 1 or
     heads, Q, C + Q). With `slices`: over the new tokens of a slice, (1, 1, size, size). None:

@@ -19,8 +19,8 @@ FP8_MAX = 448.0
 """Largest e4m3 value in checkpoints and on a CPU."""
 INT8_MAX = 127.0
 MIN_AMAX = 1e-30
-"""Vectors with a smaller maximum magnitude are stored as zeros: the inverse of their scale may be
-infinite."""
+"""Vectors whose maximum magnitude is at most this value are stored as zeros: the inverse of their
+scale may be infinite."""
 WIDENED = {torch.float8_e4m3fn: torch.bfloat16, torch.float16: torch.float32}
 """Dtype -> wider dtype in which nan_to_num runs: torch defines few operations besides casts for
 FP8, and the bridge's list for nan_to_num has no float16."""

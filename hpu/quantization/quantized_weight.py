@@ -9,8 +9,8 @@ from torch import Tensor
 from hpu.model_loader.quantized_weights import dequantize_mxfp4, from_pairs
 
 GROUP_SIZE = 32
-"""Inputs per scale of int4, GGUF and MXFP4 weights. Groups of packed checkpoint weights are
-multiples of it."""
+"""Inputs per scale of GGUF and MXFP4 weights, and of weights from `quantize_int4`. The group sizes
+of packed checkpoint weights are multiples of it."""
 
 
 class QuantizedWeight(NamedTuple):
@@ -21,7 +21,7 @@ class QuantizedWeight(NamedTuple):
     values: Tensor
     """(out, in) int8, or uint8 up to 15; with `in_pairs` (out, in / 2) uint8."""
     scales: Tensor
-    """(out, groups): float16 for int4 and GGUF weights, else float32."""
+    """(out, groups), float16 or float32."""
     mins: Tensor | None = None
     """(out, groups), in the dtype of `scales`. None: no minimums."""
     order: Tensor | None = None
@@ -30,7 +30,7 @@ class QuantizedWeight(NamedTuple):
     in_pairs: bool = False
     """Whether each byte holds two 4-bit values, the first value in the low half."""
     layer_inputs: int | None = None
-    """Number of inputs of the layer, if `order` contains padding."""
+    """Number of inputs of the layer; None: as many as the weight has."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -133,7 +133,8 @@ class StackedWeights(NamedTuple):
 
 
 def concatenate(parts: list[QuantizedWeight]) -> QuantizedWeight | None:
-    """Concatenate the weights along the outputs; None if their kinds differ."""
+    """Concatenate the weights along the outputs; None if their kinds differ. The weights have
+    unpacked values, no `order`, and equal groups."""
     kinds = {(part.bits, part.is_per_output, part.mins is None) for part in parts}
     if len(kinds) > 1:
         return None

@@ -95,8 +95,8 @@ def _apply_to_chosen(layer: ExpertsLayer, hidden: Tensor, ids: Tensor, weights: 
 
 
 def _apply_to_all(layer: ExpertsLayer, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """Each expert runs on all tokens, so that no shape depends on the routing. Slow; for devices
-    whose backend has no kernel for experts."""
+    """Each expert runs on all tokens, so that no shape depends on the routing. Slow; for experts
+    without a kernel on devices other than the CPU."""
     out = torch.zeros_like(hidden, dtype=torch.float32)
     for index in range(layer.num_experts):
         is_chosen = ids == index

@@ -29,10 +29,10 @@ DEQUANTIZED_BITS = 16
 
 class PackedLinearMethod(StoredMethod):
     """LinearMethod whose weight becomes a QuantizedWeight. Inputs are reordered so that the inputs
-    of a group are adjacent. If ranks divide groups, each group is padded with zeros to the size of
-    the largest group, rounded up to GROUP_SIZE. The weight is dequantized instead if the outputs
-    differ in their groups, or if padding would take more memory than the dequantized weight. The
-    weight must satisfy `can_pack`."""
+    of a group are adjacent. If ranks divide groups, each group is padded with inputs of value 0 to
+    the size of the largest group, rounded up to GROUP_SIZE. The weight is dequantized instead if
+    the outputs differ in their groups, or if the padded weight would take more memory than the
+    dequantized weight. The weight must satisfy `can_pack`."""
 
     def process_weights(self, layer: LinearLayer) -> None:
         parts = self._weight.take_parameters(layer)

@@ -107,7 +107,7 @@ def can_convert(weight: StoredWeight, *, takes_groups: bool) -> bool:
         return False
     if scheme.desc_act and not takes_groups:
         return False
-    # The operator takes only groups that divide the rows, also with an index of groups.
+    # The operator needs groups of equal size, even with a group index.
     return weight.in_features % weight.num_groups == 0
 
 

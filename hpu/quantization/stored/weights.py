@@ -60,9 +60,10 @@ class StoredWeight:
     def create_parameters(
         self, layer: ParameterLayer, prefix: str = "", num_experts: int | None = None
     ) -> None:
-        """Register on `layer` the parameters that loading fills, in host memory, in the layout of
-        `unpack_part` with 4-bit values in pairs. `num_experts`: stack the parameters of this many
-        experts. `prefix`: prefix of the parameter names."""
+        """Register on `layer` the parameters that loading fills, in host memory (without memory
+        for a layer on the meta device), in the layout of `unpack_part`, but with 4-bit values in
+        pairs, and with `groups` (len(output_sizes), in) int32. `num_experts`: stack the parameters
+        of this many experts. `prefix`: prefix of the parameter names."""
         device = torch.device("meta" if layer.device.type == "meta" else "cpu")
         out, size, groups = self.out_features, self.in_features, self.num_groups
         is_paired = self.scheme.bits == 4
