@@ -44,7 +44,7 @@ from hpu.emulator.card.work_queue import WorkQueue
 from hpu.models.decoder import Decoder
 from hpu.runner.async_output import AsyncStepOutput
 from hpu.runner.batch_state import BatchState
-from hpu.runner.graph_cache import GraphCache
+from hpu.runner.graph_cache import CapturingGraphCache, GraphCache
 from hpu.runner.input_buffers import InputBufferPool, InputBuffers
 from hpu.runner.model_runner import ModelRunner
 from hpu.runner.sampler_graphs import SamplerGraph, SamplerGraphs
@@ -64,13 +64,15 @@ WATCHED: tuple[tuple[type, str, str], ...] = (
     (InputBuffers, "upload", LOGIC),
     (ModelRunner, "collect", LOGIC),
     (GraphCache, "run", GRAPH),
+    (CapturingGraphCache, "run", GRAPH),
     (HpuGraph, "replay", GRAPH),
     (CudaGraph, "replay", GRAPH),
     *(
         (backend, name, CALLS)
         for backend in (GaudiBackend, CudaBackend)
-        for name in ("upload", "event", "mark_step", "to_host")
+        for name in ("upload", "event", "to_host")
     ),
+    (GaudiBackend, "mark_step", CALLS),
     (Decoder, "logits", SAMPLING),
     (Sampler, "sample", SAMPLING),
     (Sampler, "begin_fused", SAMPLING),

@@ -57,7 +57,7 @@ def test_a_plain_machine_cannot_serve_on_a_gaudi(plain: GaudiMachine) -> None:
     text = as_text(found)
 
     assert not found.can_serve
-    assert "error this Python has no habana_frameworks\n        start from a Gaudi" in text
+    assert "error this Python has no habana_frameworks\n        use `make install-hpu`" in text
     assert "the errors above prevent the use of a card: runtime, driver, cards" in text
     assert text.endswith("cannot run here; try --device cpu.")
 
