@@ -310,8 +310,8 @@ class StepResult(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, 
     logprobs: list[tuple[int, Logprobs]] = []
     """(index into tokens, logprobs of that position) of requests with logprobs."""
     prompt_logprobs: list[tuple[int, Logprobs]] = []
-    """(req_index, positions of this chunk) of requests with prompt logprobs: logprobs of each
-    prompt token that follows a position of the chunk."""
+    """(req_index, logprobs of the prompt tokens that follow the positions of this chunk) of
+    requests with prompt logprobs."""
     seconds: list[float] = []
     """Device time of each launch in seconds, sampling included."""
     host_s: float = 0.0

@@ -44,8 +44,8 @@ class BucketTable:
         self.is_exact = exact
         self.limits = limits
         self.added: list[Bucket] = []
-        """Buckets that `make` added to the strategy's buckets, so that every single prompt and
-        every decode fits. Empty for pooling models."""
+        """Buckets that `make` added to the strategy's buckets, so that every prompt that is
+        launched alone, and every decode, fits. Empty for pooling models."""
         self.prefer_prepared = False
         """Whether `find` prefers a prepared bucket to a cheaper bucket that a fallback created."""
         self._shapes = {PREFILL: sorted(set(prompts)), DECODE: sorted(set(decodes))}
@@ -65,8 +65,8 @@ class BucketTable:
 
     @classmethod
     def make(cls, config: BucketConfig, limits: BucketLimits) -> "BucketTable":
-        """Table of `config.strategy` (already resolved, not `auto`), extended to cover every single
-        prompt and every decode within `limits`."""
+        """Table of `config.strategy` (already resolved, not `auto`), extended to cover every prompt
+        that is launched alone, and every decode within `limits`."""
         if config.strategy == "exact":
             return cls([], [], limits, exact=True)
         prompts, decodes = generate_buckets(config, limits)
@@ -230,7 +230,8 @@ def _within_budget(shapes: list[Shape], limits: BucketLimits) -> tuple[list[Shap
 
 
 def _cover_prompts(shapes: list[Shape], limits: BucketLimits) -> list[Shape]:
-    """Add shapes so that every single prompt fits, for any possible chunk and context length."""
+    """Add shapes so that every prompt that is launched alone fits, for any possible chunk and
+    context length."""
     block = limits.block_size
     queries = sorted({query for batch, query, _ in shapes if batch == 1})
     if not queries or queries[-1] < limits.max_query:
@@ -246,7 +247,7 @@ def _cover_prompts(shapes: list[Shape], limits: BucketLimits) -> list[Shape]:
 
 
 def _cover_texts(shapes: list[Shape], limits: BucketLimits) -> list[Shape]:
-    """Add a shape so that every single text fits."""
+    """Add a shape so that every text that is launched alone fits."""
     longest = limits.max_model_len
     if not any(query >= longest for _, query, _ in shapes):
         shapes.append((1, limits.block_size * math.ceil(longest / limits.block_size), 0))

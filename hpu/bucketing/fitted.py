@@ -74,7 +74,8 @@ def fit(
     """(prompt, decode) buckets, at most `num_graphs` (but at least one of each phase), with little
     padding for `launches`.
 
-    Every single prompt and every decode is covered, whether or not it is in the traffic.
+    Every prompt that is launched alone, and every decode, is covered, whether or not it is in the
+    traffic.
     """
     required = (
         (PREFILL, 1, _round_up(limits.max_query, limits.block_size), limits.max_context_blocks),

@@ -71,9 +71,11 @@ def linear_points(low: int, step: int, high: int) -> list[int]:
 
 def padding_points(low: int, step: int, high: int, pad_max: int, pad_percent: int) -> list[int]:
     """`low`, doubled until it is at least `step`, then the fewest multiples of `step` whose padding
-    is at most `pad_max` and at most `pad_percent` of the bucket.
+    is at most `pad_max` and at most `pad_percent` of the bucket. Where consecutive multiples
+    have more padding, every multiple is included.
 
-    Multiples of both `step` and `pad_max` are always included. The last point is `high`.
+    Above the doubled points, multiples of both `step` and `pad_max` are always included. The last
+    point is `high`.
     """
     points = [low]
     while points[-1] < step and points[-1] < high:

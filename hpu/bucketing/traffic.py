@@ -214,7 +214,8 @@ def _prefill(
 
 
 def _merged(chunks: list[tuple[int, int]], limits: BucketLimits) -> list[Bucket]:
-    """Merge chunks of similar length while their padding costs less than another launch."""
+    """Launches of sorted chunks. A chunk joins the launch of the chunk before it if `limits` allow
+    it and the additional padding costs at most as much as another launch."""
     launches: list[Bucket] = []
     for query, blocks in chunks:
         if launches:

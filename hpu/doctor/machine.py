@@ -56,7 +56,7 @@ def has_module(name: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """Machine to check; by default this machine. Reading it opens no device."""
+    """Access to the machine to check; the defaults are for this machine. Opens no device."""
 
     environment: Mapping[str, str]
     root: Path = Path("/")

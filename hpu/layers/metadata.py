@@ -205,8 +205,8 @@ class CrossMetadata(NamedTuple):
 
 
 class PrefillMetadata(NamedTuple):
-    """Attention inputs that the layers of a prefill share. Layer kinds are the Visibility
-    values."""
+    """Attention inputs that the layers of a prefill share. Layers with the same Visibility are a
+    kind."""
 
     slot_mappings: tuple[Tensor | None, ...]
     """(B * Q) per kind of layers; None: no cache."""

@@ -1,5 +1,5 @@
 """Converts tensors of quantized weights from their stored formats to a common form: outputs first,
-integers in bytes, scales in float32."""
+values and zero points in bytes, scales in float32."""
 
 import math
 from collections.abc import Mapping
@@ -210,5 +210,5 @@ def dequantize_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
 
 
 def nonzero(scales: Tensor) -> Tensor:
-    """`scales` usable as divisors: 0, the scale of groups of equal values, becomes 1."""
+    """`scales` usable as divisors: 0 becomes 1."""
     return torch.where(scales == 0, torch.ones_like(scales), scales)

@@ -148,8 +148,8 @@ class CausalLM(nn.Module):
         raise NotImplementedError
 
     def read_contiguously(self) -> None:
-        """Make entry i of a decode describe block i of the caches, which are then read as a single
-        slice. Called once, before the first launch."""
+        """Read the caches of a decode as a single slice: entry i of its block inputs must then
+        describe block i. Called once, before the first launch."""
         raise NotImplementedError
 
 

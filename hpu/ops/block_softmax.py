@@ -83,8 +83,9 @@ def _wsum_head_amax(blocks: Blocks) -> Tensor:
 
 
 EXACT = 0.5
-"""The largest block of a sequence adds at least 1 if the reference is the sequence's maximum."""
+"""`least_total` if the reference is the sequence's maximum, which adds exp(0) = 1 to the sum."""
 ANY = 1e-30
+"""`least_total` of other references, for which the sum of exponentials may be small."""
 REFERENCES: Mapping[str, Reference] = {
     "index_reduce": Reference(_index_reduce, EXACT),
     "scatter_reduce": Reference(_scatter_reduce, EXACT),

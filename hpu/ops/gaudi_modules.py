@@ -101,8 +101,9 @@ class VLLMKVCache(nn.Module):
 
     def __init__(self, *, is_v_cache: bool = False) -> None:
         super().__init__()
-        # The compressor reads both attributes. use_contiguous_pa would make it slice the cache;
-        # here the caller slices, because the cached context of a prompt is always gathered.
+        # The compressor reads both attributes. With use_contiguous_pa its module would slice the
+        # cache in every read, and the cached context of a prompt must be gathered. For a decode
+        # with contiguous reads the caller passes a slice.
         self.is_v_cache = is_v_cache
         self.use_contiguous_pa = False
 

@@ -45,11 +45,12 @@ class Warmup:
     """Prepares buckets in passes.
 
     0. Each bucket is compiled without being executed, if configured and if the device has a mode
-       for it: the device's software compiles while the host traces the next buckets.
+       for it: the device's software compiles while the host traces the next buckets. The largest
+       bucket of each phase is executed first.
     1. Each bucket runs once without a graph, the largest first. Afterwards all forward passes are
        compiled, the device's workspace has its final size, and buckets that do not fit are known. A
-       bucket that was only compiled would be slower at its first real launch; with --warmup
-       compile, only the largest bucket of each phase runs here.
+       bucket that was only compiled would be slower at its first real launch. With --warmup
+       compile, this pass is omitted if pass 0 has compiled all buckets.
     2. Every kind of sampling runs once in each batch width.
     3. Graphs are captured in the order in which traffic needs them, or in another configured order,
        and replayed, within the memory reserved for graphs. Nothing else allocates then, so the

@@ -65,7 +65,7 @@ def weights_in_host_memory(
     group: ProcessGroup,
 ) -> WeightsInHostMemory:
     """Select the offloaded layers of a model of `dtype`, sharded across the tensor-parallel
-    `group`. Raises ConfigError if the model does not support offloading."""
+    `group`. Raises ConfigError if --cpu-offload-gb is set and does not fit the model."""
     if not config.offload.cpu_offload_gb:
         return WeightsInHostMemory(backend, (), 0)
     what = f"--cpu-offload-gb is {config.offload.cpu_offload_gb:g} and"

@@ -75,10 +75,11 @@ BLOCK_SOFTMAX = "block_softmax(Tensor attn, Tensor bias, Tensor groups) -> (Tens
 
 
 def block_softmax(attn: Tensor, bias: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(exponentials, maxima, sums) per block; the last dimension is a block's slots.
+    """(exponentials, maxima, sums) over the slots of each block.
 
-    `attn` (blocks, kv_heads, group, rows, slots); `bias` with 1 head and 1 group; `groups`
-    (blocks): row of each block. The checks come from block_softmax_adjustment_gen.cpp.
+    `attn` and exponentials (blocks, kv_heads, group, rows, slots); maxima and sums with 1 slot;
+    `bias` with 1 head and 1 group; `groups` (blocks): sequence of each block. The checks come from
+    block_softmax_adjustment_gen.cpp.
     """
     if attn.dim() != 5:
         raise RuntimeError(f"attn tensor must be 5-dimensional, got {attn.dim()}")
@@ -106,8 +107,8 @@ BLOCK_SOFTMAX_ADJUSTMENT = (
 def block_softmax_adjustment(
     block_max: Tensor, block_sums: Tensor, block_groups: Tensor, batch: int, out_shape: list[int]
 ) -> Tensor:
-    """Factor for the partial output of each block, so that the scaled partial outputs of a row sum
-    to its attention output.
+    """Factor for the partial output of each block, so that the scaled partial outputs of a
+    sequence sum to its attention output.
 
     Raises RuntimeError for maxima whose number of dimensions is not 2 or 5, or whose first
     dimension differs from the groups' length.
