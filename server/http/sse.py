@@ -57,6 +57,13 @@ def named_frame(kind: str, value: Any) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (kind.encode(), json_line(value))
 
 
+def long_named_frame(kind: str, value: Any) -> bytes:
+    """Like `named_frame`, but encodes large values in pieces. For a large value call it on a
+    thread. Encoded JSON in `value` must have no unescaped line separators."""
+    pieces = map(_escaped, json_pieces(value))
+    return b"".join([b"event: ", kind.encode(), b"\ndata: ", *pieces, b"\n\n"])
+
+
 class Envelope:
     """The fields that all chunks of a stream share, encoded once."""
 

@@ -74,31 +74,35 @@ class BackgroundResponse:
         await asyncio.shield(self._task)
 
     async def _end_cancelled(self) -> None:
-        self._store_frames(await self._writer.cancelling())
+        self._store_data(await self._writer.cancelling())
         self._entry.notify()
 
     async def _run(self) -> None:
         try:
-            self._store_frames(self._writer.opening())
+            self._store_frames(await self._writer.opening())
             async for data in sse_frames(self._job, self._writer):
-                self._store_frames(data)
+                self._store_data(data)
         except Overloaded as error:
-            self._store_frames(await self._writer.failing(fault_of(error)))
+            self._store_data(await self._writer.failing(fault_of(error)))
         finally:
             self._job.close()
             self._record.status = 200
             self._record.write(access_log=False)
             self._entry.notify()
 
-    def _store_frames(self, data: bytes) -> None:
+    def _store_data(self, data: bytes) -> None:
+        """Store the frames in `data`. Raises Overloaded if the store is full."""
+        if self._entry.events is not None:
+            self._store_frames([part + b"\n\n" for part in data.split(b"\n\n")[:-1]])
+
+    def _store_frames(self, frames: list[bytes]) -> None:
         """Raises Overloaded if the store is full."""
         events = self._entry.events
         if events is None:
             return
-        parts = data.split(b"\n\n")[:-1]
-        events += [part + b"\n\n" for part in parts]
+        events += frames
         self._entry.notify()
-        self._store.add_bytes(self._entry, len(data))
+        self._store.add_bytes(self._entry, sum(map(len, frames)))
 
 
 async def follow_events(

@@ -275,7 +275,8 @@ async def _start(
 
 
 async def _streamed(job: ServingRequest, writer: ResponseWriter) -> AsyncIterator[bytes]:
-    yield writer.opening()
+    for data in await writer.opening():
+        yield data
     async for data in sse_frames(job, writer):
         yield data
 

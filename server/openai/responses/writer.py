@@ -11,7 +11,8 @@ import msgspec
 from server.generation.outputs import Delta
 from server.http.body import INLINE_VALUES, Fields
 from server.http.errors import Fault, shortened
-from server.http.sse import long_json_line, named_frame
+from server.http.json_encoder import PIECE_WEIGHT, weighs_more
+from server.http.sse import long_json_line, long_named_frame, named_frame
 from server.openai.responses.output import ResponseOutput, StreamEvent
 from server.openai.responses.schema import ResponseBody
 from server.openai.responses.store import EndedResponse, ended_response
@@ -23,9 +24,9 @@ class ResponseWriter:
     """ChunkWriter for a response; a stream starts with `opening`.
 
     `ending`, `failing` and `cancelling` call `on_end` with the response before the client can see
-    that it ended. Their frames contain the whole output several times, so long output is encoded on
-    a thread. The first of these calls determines how the response ends; later calls return no
-    frames.
+    that it ended. Their frames contain the whole output several times, and fields of the request,
+    so long output and long fields are encoded on a thread. The first of these calls determines how
+    the response ends; later calls return no frames.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class ResponseWriter:
         self._job = job
         self._on_end = on_end
         self._fields = _fields_of(job, body, is_stored=is_stored)
+        self._has_long_fields = weighs_more(self._fields, PIECE_WEIGHT)
         self._status = "queued" if body.background else "in_progress"
         self._error: Fields | None = None
         self._completed_at: int | None = None
@@ -69,10 +71,14 @@ class ResponseWriter:
             "usage": _usage_of(self._job) if is_over else None,
         }
 
-    def opening(self) -> bytes:
-        """Frames before the first delta."""
+    async def opening(self) -> list[bytes]:
+        """Frames before the first delta, which are numbered from 0."""
         self._status = "in_progress"
-        return self._lifecycle("response.created") + self._lifecycle("response.in_progress")
+        call = partial(_opening_frames, self.fields())
+        frames = await asyncio.to_thread(call) if self._has_long_fields else call()
+        # Only now, because a response that is cancelled before has no such frames.
+        self._num_events = len(frames)
+        return frames
 
     def feed(self, deltas: list[Delta]) -> bytes:
         return b"".join([self._frames(events) for events in self.add(deltas)])
@@ -102,7 +108,7 @@ class ResponseWriter:
             return b""
         self.has_ended = True
         call = partial(self._last_frames, kind, status, error)
-        is_long = self._job.num_answer_values > INLINE_VALUES
+        is_long = self._has_long_fields or self._job.num_answer_values > INLINE_VALUES
         frames, response = await asyncio.to_thread(call) if is_long else call()
         self._on_end(response)
         return frames
@@ -115,10 +121,9 @@ class ResponseWriter:
         if status == "completed":
             self._completed_at = int(time.time())
         fields = self.fields()
-        return frames + self._frame({"type": kind, "response": fields}), ended_response(fields)
-
-    def _lifecycle(self, kind: str) -> bytes:
-        return self._frame({"type": kind, "response": self.fields()})
+        last = _lifecycle_frame(kind, fields, self._num_events)
+        self._num_events += 1
+        return b"".join([frames, last]), ended_response(fields)
 
     def _frames(self, events: list[StreamEvent]) -> bytes:
         return b"".join([self._frame(event) for event in events])
@@ -133,6 +138,16 @@ class ResponseWriter:
 def number_of(response_id: str) -> str:
     """Part of a response id after the prefix; the ids of the response's items contain it too."""
     return response_id.partition("_")[2]
+
+
+def _opening_frames(response: Fields) -> list[bytes]:
+    kinds = ("response.created", "response.in_progress")
+    return [_lifecycle_frame(kind, response, number) for number, kind in enumerate(kinds)]
+
+
+def _lifecycle_frame(kind: str, response: Fields, number: int) -> bytes:
+    event = {"type": kind, "response": response, "sequence_number": number}
+    return long_named_frame(kind, event)
 
 
 def _encoded(value: Any) -> msgspec.Raw:

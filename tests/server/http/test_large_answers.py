@@ -25,6 +25,15 @@ QUOTES = '"' * (2 * 2**20)
 IDS = TOKENIZER.encode_now('"', False) * 100_000
 MESSAGES = [{"role": "user", "content": QUOTES}]
 ECHO = {"echo": True, "truncate_prompt_tokens": -1, "max_tokens": 1, "n": 8}
+LONG_TEXT = "\N{GRINNING FACE}" * (2**21 - 100)
+RESPONSE = {
+    "input": "hi",
+    "tools": [{"type": "function", "name": "f", "description": LONG_TEXT}],
+    "tool_choice": "none",
+    "text": {"format": {"type": "text", "title": LONG_TEXT}},
+    "stream": True,
+}
+"""A request whose fields are in several events of the answer."""
 VECTORS = np.random.default_rng(0).standard_normal((2048, 1024)).astype("<f4")
 
 
@@ -126,6 +135,12 @@ CASES: dict[str, tuple[Callable[[], ScriptedClient], str, dict[str, Any]]] = {
         "/v1/chat/completions",
         {"messages": MESSAGES, **ECHO, "stream": True},
     ),
+    "events of a response": (TalkingClient, "/v1/responses", RESPONSE),
+    "events of a background response": (
+        TalkingClient,
+        "/v1/responses",
+        {**RESPONSE, "background": True},
+    ),
     "tokens": (LongContext, "/tokenize", {"prompt": " x" * 200_000, "return_token_strs": True}),
     "a text of tokens": (LongContext, "/detokenize", {"tokens": IDS * 4}),
 }
@@ -134,7 +149,7 @@ CASES: dict[str, tuple[Callable[[], ScriptedClient], str, dict[str, Any]]] = {
 @pytest.mark.parametrize("kind", CASES)
 async def test_a_large_answer_is_encoded_and_sent_in_pieces(kind: str) -> None:
     make_client, path, body = CASES[kind]
-    data = json.dumps(body).encode()
+    data = json.dumps(body, ensure_ascii=False).encode()
     slices_s = []
     async with in_memory(make_client()) as rig:
         for _ in range(ATTEMPTS):
