@@ -192,7 +192,7 @@ class _Terminal:
         self._messages.append({"role": "user", "content": text})
         answer: list[str] = []
         stop = asyncio.Event()
-        # Not KeyboardInterrupt, which can be raised anywhere in the event loop.
+        # A KeyboardInterrupt could be raised anywhere in the event loop.
         self._loop.add_signal_handler(signal.SIGINT, stop.set)
         try:
             cut = self._loop.run_until_complete(self._print_until(stop, answer))

@@ -14,7 +14,7 @@ from config.params.sampling import MAX_LISTED_BIASES, MAX_LISTED_TOKENS
 from config.whole_files import MAX_PATH_CHARACTERS
 
 MAX_TOKEN_IDS = MAX_LISTED_TOKENS
-"""Maximum token ids of a field."""
+"""Maximum token ids of a field other than a prompt, and maximum texts of a list of words."""
 MAX_PROMPT_IDS = 2**22
 MAX_STRINGS = 16_384
 MAX_MESSAGES = 100_000

@@ -164,8 +164,8 @@ class _Pieces:
         index = 0
         while index < len(ends):
             start = int(at[edges[index]]) + 1
-            # Not numpy's searchsorted: its frequent short releases of the GIL kept other threads
-            # from acquiring it for 100 ms and more.
+            # numpy's searchsorted releases the GIL often and briefly, which kept other threads from
+            # acquiring it for 100 ms and more.
             stop = bisect_right(ends, start + PIECE_BYTES, index)
             if stop > index:
                 piece = before + data[start : int(ends[stop - 1])] + behind

@@ -242,7 +242,7 @@ async def listen(app: ASGIApp, peers: Peers, on_rejected: Callable[[], None]) ->
             writer.write(_ACCEPTED)
             data = await _read(reader)
             if data is not None:
-                # Copies the body.
+                # Decoding copies the body.
                 decode = partial(msgspec.msgpack.decode, data, type=ForwardedRequest)
                 is_large = len(data) > PIECE_BYTES
                 request = await asyncio.to_thread(decode) if is_large else decode()

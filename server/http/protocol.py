@@ -203,8 +203,9 @@ class HttpProtocol(HttpToolsProtocol):
         self._num_read_bytes = 0
         """Size of the current read."""
         self._num_fed_bytes = 0
-        """In the headers: bytes so far, including incomplete lines. In the body: bytes of data and
-        framing. Excludes reads that also contain part of another request."""
+        """In the headers: bytes so far, including incomplete lines. In the body: approximate bytes
+        of data and framing, which may include headers from the read in which they end. Excludes
+        reads that also contain part of another request."""
         self._body_started_s = 0.0
         self._body_paid_s = 0.0
         """Time until which the received body bytes satisfy the minimum rate."""

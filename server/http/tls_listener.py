@@ -142,9 +142,10 @@ class TlsListener:
                 )
 
     async def _hello(self, connection: socket.socket) -> bytes:
-        """Peek at the ClientHello without consuming it. Returns a part of the ClientHello if it is
-        longer than MAX_HELLO_BYTES, if the client sends no more, or if a Unix socket has only a
-        part: it ignores SO_RCVLOWAT."""
+        """Peek at the first bytes of a connection, normally a ClientHello, without consuming them.
+        Returns a part of the ClientHello if it is longer than MAX_HELLO_BYTES, if the client closes
+        the connection, or if a Unix socket has only a part, because Unix sockets ignore
+        SO_RCVLOWAT."""
         num_awaited = 1
         try:
             while True:

@@ -295,7 +295,8 @@ class MediaFetcher:
     async def _get(
         self, pool: httpcore.AsyncConnectionPool, url: str, kind: _Kind, traffic: "_Traffic"
     ) -> tuple[str | None, bytes]:
-        """Send a GET request. Returns (redirect target, b"") or (None, body). Raises _Refused."""
+        """Send a GET request. Returns (redirect target, b"") or (None, body). Raises _Refused and
+        Overloaded."""
         failed = f"the {kind.noun} could not be fetched"
         headers: dict[bytes | str, bytes | str] = {
             "Accept": f"{kind.noun}/*",

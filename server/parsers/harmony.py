@@ -112,7 +112,7 @@ class HarmonyReasoningParser(ReasoningParser):
             return
         source.take(len(head))
         if not (yield from source.accept(_MESSAGE)):
-            # The tag before the arguments of the call is missing.
+            # A call may lack the tag before its arguments; other text is not a header.
             name, brace, arguments = head.partition("{")
             if not (brace and _RECIPIENT.search(name)):
                 self._output.add_text(word + head)

@@ -405,7 +405,7 @@ class ApiServer:
             self._checkpoint.set_result(progress.folder)
 
     async def run(self, listener: socket.socket) -> int:
-        """Serve on `listener`; returns the exit code. Raises ConfigError if it cannot start."""
+        """Serve on `listener`; returns the exit code. Raises the ConfigError of the start-up."""
         map_large_blocks()
         config, parallel = self.state.config, self._args.engine.data_parallel
         if parallel.num_remote and self._args.index == 0:

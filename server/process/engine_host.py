@@ -40,8 +40,8 @@ def serve_engines(
     start later. The engines end when the connection to an API server is lost.
     """
     token = data_parallel_token()
-    # Few events: an event per signal and per engine that ends, and at most a few reports of the
-    # download per second, which are handled at once.
+    # Unbounded, because there are few events: an event per signal and per engine that ends, and a
+    # few reports of the download per second.
     events: SimpleQueue[Event] = SimpleQueue()
 
     def on_signal(number: int, frame: FrameType | None) -> None:

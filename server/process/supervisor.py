@@ -292,8 +292,8 @@ class Supervisor:
         self._ends: list[EngineEnd] = []
         self._due: set[int] = set()
         """API servers that have exited and will be restarted."""
-        # Few events: an event per signal, at most two per child that exits, and an event for the
-        # checkpoint.
+        # Unbounded, because there are few events: an event per signal, at most two per child that
+        # exits, and an event for the checkpoint.
         self._events: SimpleQueue[Event] = SimpleQueue()
 
     def run(self, download: ModelDownload) -> int:

@@ -182,7 +182,7 @@ class ServingRequest(RunningRequest[GenerationStream]):
 
     @property
     def num_prompt_logprobs(self) -> int:
-        """Number of prompt log-probabilities in the response."""
+        """Maximum number of prompt log-probabilities in the response."""
         return num_prompt_logprobs(self.body, self.params, self.prompts)
 
     def check_kept_logprobs(self) -> None:
@@ -276,7 +276,8 @@ class ChunkWriter(Protocol):
 
 
 def num_prompt_logprobs(body: GenerationBody, params: SamplingParams, prompts: list[Prompt]) -> int:
-    """Number of prompt log-probabilities in the response."""
+    """Maximum number of prompt log-probabilities in the response. The first token of a prompt is
+    counted, although it has no log-probabilities."""
     if params.prompt_logprobs is None:
         return 0
     num_tokens = sum(len(prompt.token_ids) for prompt in prompts)

@@ -21,7 +21,8 @@ from server.text.long_texts import without_lone_surrogates
 UNLIMITED_GROWTH = 16
 """Maximum TokenizerBounds.growth of tokenizers that encode texts of any length in this process."""
 MAX_DIRECT_BYTES = 16 * 2**20
-"""Maximum bytes, after growth, that other tokenizers encode in this process: 1 to 8 s."""
+"""Maximum product of the bytes of texts and TokenizerBounds.growth that tokenizers with more growth
+encode in this process: 1 to 8 s."""
 LIMITS = Limits(cpu_s=5.0, wall_s=10.0, memory_bytes=2 * 2**30, stack_bytes=8 * 2**20)
 """Limits of the isolated process that encodes all other texts."""
 MAX_REPLY_BYTES = 64 * 2**20

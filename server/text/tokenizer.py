@@ -43,11 +43,12 @@ SHORT_CHARACTERS = 50_000
 texts."""
 MAX_CHARACTER_BYTES = 4
 MAX_PENDING = 1_024
-"""Maximum number of short texts, and of long texts, that wait for a thread or are being encoded.
-Beyond it, only clients with less than their share may add texts."""
+"""Maximum number of short texts, and of long texts, that wait for a thread or are being encoded; a
+batch of inputs counts as a text. Beyond it, only clients with less than their share may add
+texts."""
 INLINE_GROWN_BYTES = 2**17
-"""Maximum bytes, after the tokenizer's growth, of a text that is encoded on the event loop: 0.06
-s."""
+"""Maximum product of the characters of a text and TokenizerBounds.growth, for encoding on the event
+loop: 0.06 s."""
 INLINE_COUNTED_CHARACTERS = 200_000
 """Maximum characters of a text whose bytes are counted on the event loop: 0.2 ms."""
 _CUT_TOKENS = 16
@@ -145,7 +146,7 @@ class Tokenizer:
         if most is not None and len(text) <= INLINE_COUNTED_CHARACTERS:
             self._check_length(text, most)
         elif most is not None:
-            # Not on this class's threads, so that a rejection does not wait for other texts.
+            # If this class's threads counted the bytes, a rejection would wait for other texts.
             await asyncio.to_thread(self._check_length, text, most)
         if len(text) <= self.inline_characters:
             return self.encode_now(text, add_special_tokens, most)

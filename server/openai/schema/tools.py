@@ -123,7 +123,8 @@ def check_allowed(
 
 
 def without_others(functions: list[Tool], choice: Choice) -> list[Tool]:
-    """The `functions` that a validated `choice` allows."""
+    """The `functions` that a validated allowed_tools choice names; all `functions` for any other
+    choice."""
     if type_of(choice) != "allowed_tools":
         return functions
     allowed = _allowed_names(choice["allowed_tools"]["tools"])

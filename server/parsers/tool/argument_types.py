@@ -323,7 +323,7 @@ def _without_leading_zeros(text: str) -> str | None:
 
 
 def _fits(value: str, types: frozenset[str]) -> bool:
-    """Whether a JSON value has one of `types` other than string."""
+    """Whether `value`, encoded JSON but not a string, has one of `types`."""
     if ANY_TYPE in types:
         return True
     first = value[0]

@@ -80,9 +80,9 @@ class ToolCallFormat(ToolCallReader):
 
 
 class ToolCallParser(StreamParser):
-    """Parser for the calls of a format. Text that is not a call stays text, except for ignored
-    markers, end tags after a call, empty blocks of tags, and text between the calls of a section.
-    Arguments that cannot be parsed are emitted unchanged."""
+    """Parser for the calls of a format. Most text outside calls stays text; among the dropped text
+    are ignored markers, end tags after a call, empty blocks of tags, and the text around the calls
+    of a section. Arguments that cannot be parsed are emitted unchanged."""
 
     def __init__(self, reader: ToolCallReader, tools: Tools) -> None:
         super().__init__()

@@ -187,7 +187,8 @@ class Tags(ToolCallFormat):
     def _skip_to_tag(
         self, source: Source, arguments: "_Arguments", between: list[str]
     ) -> Steps[bool]:
-        """Skip text up to a tag of the call; returns False if the call ends first."""
+        """Add text up to the next tag to `between`. If the text is a key without its start tag,
+        read its value instead. Returns False if the call ends without its end tag."""
         inner = (self.value_end, *((self.value, self.key_end) if self.value else ()))
         tags = (self.key, self.call_end, *inner, *self._after_call)
         pieces: list[str] = []
