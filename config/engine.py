@@ -33,8 +33,8 @@ EXECUTORS = ("auto", "uni", "mp", RAY, EXTERNAL_LAUNCHER)
 DEFAULT_PREFILL_BATCH, DEFAULT_MERGED_BATCH, DEFAULT_POOLING_BATCH = 1, 4, 16
 DEFAULT_TOKEN_BUDGET = 2048
 MAX_NUM_SEQS = 65_536
-"""Maximum of SchedulerConfig.max_num_seqs. Engine and worker allocate arrays with a row for each
-sequence, of 4 bytes for each token of the context: 2 GiB for a context of 8192 tokens."""
+"""Maximum of SchedulerConfig.max_num_seqs. A worker allocates an array with a row for each
+sequence and 4 bytes for each token of the context: 2 GiB for a context of 8192 tokens."""
 DEFAULT_MEMORY_UTILIZATION = 0.9
 
 

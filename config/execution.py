@@ -308,7 +308,7 @@ class ExecutionConfig:
 
     @property
     def packs_experts(self) -> bool:
-        """Whether MXFP4 experts stay packed on a card whose release has the operator."""
+        """Whether MXFP4 experts stay packed on a card if the backend can run packed experts."""
         return self.native_mxfp4
 
     @property

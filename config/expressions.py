@@ -24,7 +24,7 @@ MAX_TOTAL_REPETITIONS = 10_000
 """Maximum sum of all repetition counts in a field."""
 MAX_NAME_CHARACTERS = 1024
 MAX_MEMORY_BYTES = 2**22
-"""Maximum memory of a compiled program, including its matching."""
+"""Maximum memory of a compiled program, including the memory that matching needs."""
 PROGRAM_EXPRESSIONS = 128
 """Expressions per program. A program is compiled under the GIL, in about 20 us per expression."""
 CPU_S, CPU_S_PER_NAME = 1.0, 1e-4

@@ -30,8 +30,8 @@ def json_problem(error: ValueError) -> str:
 
 
 def json_setting_problem(error: ValueError, example: str) -> str:
-    """Message for the error that `parse_json` raised for the text of a setting, with an `example`
-    of the setting as a shell takes it."""
+    """End of an error message about the text of a setting: the `error` that `parse_json` raised,
+    and an `example` of the setting as a shell takes it."""
     return f"which is not JSON: {json_problem(error)}; write it as '{example}'"
 
 

@@ -164,9 +164,9 @@ def chosen_quantization(
     requested: str | None, model_config: ModelConfig, device: str = "auto"
 ) -> str | None:
     """The method that has quantized the checkpoint, otherwise `requested`, the value of
-    --quantization; None if it only names the method of weights that the model's family reads
-    itself. Raises ConfigError if it contradicts the checkpoint; the error names only formats that
-    `device` supports."""
+    --quantization; None if `requested` only names the method of weights that the model's family
+    reads itself. Raises ConfigError if `requested` contradicts the checkpoint; the error suggests
+    only formats that `device` supports."""
     own = None if model_config.quantization is None else model_config.quantization.method
     declared = own or model_config.other_quantization
     if requested in (None, declared) or declared in KERNELS.get(str(requested), ()):

@@ -17,8 +17,8 @@ _PIECE_BYTES = 2**16
 
 
 def is_present(path: str | Path) -> bool:
-    """Whether there is anything at `path`: also a FIFO, a folder or a broken link. Reading them is
-    an error; a test with `is_file` would silently use the defaults of a missing file."""
+    """Whether there is anything at `path`, also a FIFO, a folder or a broken link. A caller that
+    tests with `is_file` would silently use the defaults of a missing file for a folder."""
     return os.path.lexists(path)
 
 

@@ -78,7 +78,7 @@ def model_facts(
 def engine_facts(
     engine: EngineConfig, complete: Callable[[ModelConfig], ModelConfig] = lambda facts: facts
 ) -> ModelConfig:
-    """`model_facts` for the model and the settings of `engine`."""
+    """The result of `model_facts` for the model and the settings of `engine`."""
     return model_facts(
         engine.model,
         revision=engine.revision,

@@ -86,7 +86,7 @@ def resolve(
 def engine_folder(
     engine: EngineConfig, *, check: Callable[[str], object], report: Report, progress: bool = True
 ) -> str:
-    """`resolve` for the model and the settings of `engine`."""
+    """The folder that `resolve` returns for the model and the settings of `engine`."""
     return resolve(
         engine.model,
         revision=engine.revision,

@@ -331,8 +331,9 @@ def _without_absent_template(values: dict[str, tuple[object, str]]) -> Iterator[
 
 
 def _within_step(values: dict[str, tuple[object, str]]) -> Iterator[str]:
-    """Lower max_num_seqs to max_num_batched_tokens, with a note, because each running sequence
-    takes at least one token per step. vLLM computes the remaining sequences in the next step."""
+    """Lower max_num_seqs to max_num_batched_tokens, because each running sequence takes at least
+    one token per step, and yield a note. vLLM computes the remaining sequences in the next
+    step."""
     budget, source = values.get("max-num-batched-tokens", (None, DEFAULT))
     count, _ = values.get("max-num-seqs", (SchedulerConfig().max_num_seqs, DEFAULT))
     if isinstance(budget, int) and isinstance(count, int) and 0 < budget < count:
@@ -391,7 +392,8 @@ def _entries(
 
 
 def _whole(key: str, source: str, notes: list[str]) -> str:
-    """The full name of the setting that `key` abbreviates, with a note; otherwise `key`."""
+    """The full name of the setting that `key` abbreviates; otherwise `key`. Adds a note to `notes`
+    about an abbreviation."""
     meant = abbreviated("--" + key.replace("_", "-"), _FILE_WORDS)
     if len(meant) != 1:
         return key

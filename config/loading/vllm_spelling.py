@@ -1,5 +1,5 @@
-"""Converts vLLM's spellings of flags: short forms, dotted flags, older flags, abbreviations, values
-of switches."""
+"""Converts vLLM's spellings of flags and of their values to spellings that the parser knows, for
+example short forms, dotted flags and abbreviations."""
 
 import json
 import re

@@ -160,8 +160,8 @@ def load_adapter(
     *,
     keeps_bytes: bool = False,
 ) -> LoadedAdapter:
-    """Load an adapter like read_adapter, and check it against the server's limits, and all its
-    values. Opens each file of the adapter once."""
+    """Load an adapter like read_adapter. Checks the server's limits and all values of the adapter,
+    and opens each file of the adapter once."""
     with _opened(folder, base, max_rank) as (adapter, config, weights):
         _check_limits(adapter, max_rank, extra_targets)
         for base_tensor in adapter.base_tensors:

@@ -16,7 +16,7 @@ from config.params.lora import AUTO, EXTRA_TARGETS, LoRAConfig, NamedAdapter
 from config.whole_files import is_present
 
 IMAGE_ADAPTER = "vision-lora"
-"""Folder of the image adapter in checkpoints that include one, such as Phi-4-multimodal."""
+"""Folder in the checkpoint with the image adapter, for example in Phi-4-multimodal."""
 
 
 def unused_image_adapter(config: LoRAConfig, checkpoint: str) -> Path | None:

@@ -89,7 +89,7 @@ class ModelConfig:
     (no window, multiplier 1)."""
 
     path: str
-    """Local folder of the checkpoint; the path or hub id of a model whose weights are not
+    """Local folder of the checkpoint, or the path or hub id of a model whose weights are not
     loaded."""
     architecture: str
     vocab_size: int

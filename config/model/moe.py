@@ -22,8 +22,8 @@ class MoEFields(NamedTuple):
     shared_size: str = ""
     """Intermediate size of the shared expert."""
     num_shared: str = ""
-    """Number of shared experts, which are merged into one expert of this many times
-    `inner_size`."""
+    """Number of shared experts. They are merged into a single expert, whose size is `inner_size`
+    times this number."""
     renormalize: str = ""
     num_groups: str = ""
     top_groups: str = ""

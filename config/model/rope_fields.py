@@ -11,10 +11,10 @@ _OWN_FIELDS = ("rope_theta", "partial_rotary_factor")
 
 def rope_fields(fields: Fields) -> Json:
     """The rope of config.json: rope_parameters (transformers 5) or rope_scaling (transformers 4).
-    The rules for a file with both are the rules of transformers 5.24:
+    The rules for a file with both are the rules of transformers 5.24, except for mrope_ fields:
 
     1. rope_scaling replaces rope_parameters. The fields of rope_parameters, including rope_theta,
-    have no effect, except mrope_ fields.
+    have no effect, except mrope_ fields, which transformers ignores.
 
     2. If only rope_parameters has an object per layer type, rope_scaling is merged into the object
     of full_attention.
@@ -53,7 +53,8 @@ def describe_rope_conflict(fields: Fields) -> str:
 
 
 def _with_type(rope: Json) -> Json:
-    """`rope` with its type under the newer name, rope_type."""
+    """`rope` with its type in rope_type: `default` for an absent type and for mrope. A nested rope
+    is unchanged."""
     if is_nested(rope):
         return rope
     kind = next((rope[name] for name in _TYPES if rope.get(name) is not None), "default")

@@ -31,7 +31,7 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """Number of tokens of the first text of a pair; the other tokens have token type 1, if the
     model has token types. 0: a single text."""
     num_skipped: int = 0
-    """Number of leading tokens, a prompt, that are excluded from pooling."""
+    """Number of leading tokens that pooling excludes: the tokens of a prompt."""
 
     def __post_init__(self) -> None:
         if self.task not in TASKS:

@@ -103,7 +103,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None
-    """Keep only this many of the last prompt tokens; -1: the context length."""
+    """Keep only this many of the last prompt tokens; -1: as many as fit into the context
+    with the output tokens."""
     structured_outputs: GrammarSpec | None = None
     """The grammar of the output; may be given as `{kind: value}`."""
     thinking_token_budget: int | None = None
@@ -167,7 +168,8 @@ def _is_integer(value: object) -> bool:
 
 
 def _check_kinds(params: SamplingParams) -> None:
-    """Raise UserError for values of the wrong type. Offline, no other code validates the values."""
+    """Raise UserError for an integer field, a token id or a bad word of the wrong type. Without a
+    server, no schema has checked these types."""
     for name in ("n", "top_k", "min_tokens", *_OPTIONAL):
         value = getattr(params, name)
         _check(value is None or _is_integer(value), name, value, "an integer")

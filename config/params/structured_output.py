@@ -166,8 +166,8 @@ def _parsed(name: str, value: object) -> object:
 
 def _to_json(name: str, value: object) -> str:
     """Compact JSON in the given key order, which is the order of an object's properties. Raises
-    UserError if `least_characters` exceeds MAX_CHARACTERS, or if JSON cannot represent the
-    value."""
+    UserError if `least_characters` exceeds MAX_CHARACTERS, or if `json.dumps` rejects
+    `value`; `json.dumps` writes NaN and infinite numbers."""
     try:
         if (least := least_characters(value)) > MAX_CHARACTERS:
             raise _bad(

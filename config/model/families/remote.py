@@ -1,5 +1,5 @@
-"""Families with remote code in their checkpoints: Llama with other tensor names and layouts;
-Baichuan 13B with ALiBi. The remote code is never run."""
+"""Families whose checkpoints contain remote code: variants of Llama, mainly with other tensor names
+and layouts. The remote code is never run."""
 
 from collections.abc import Mapping
 from dataclasses import replace

@@ -268,7 +268,8 @@ class QuantizationFormat:
     config_key: str = "quantization_config"
     """Key of the settings in config.json files of early releases; by default the current key."""
     marks: tuple[str, ...] = ()
-    """Fields that identify the format if quant_method is absent. Any of them is enough."""
+    """Fields that identify the format if quant_method is absent. A single field that is true is
+    enough."""
     file: str = ""
     """File with the settings, for checkpoints without settings in config.json."""
     in_file: Callable[[Fields], Json | None] = _with_bits

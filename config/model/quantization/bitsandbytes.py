@@ -79,7 +79,7 @@ FORMATS = {
         read=read_bitsandbytes,
         # Early checkpoints have no quant_method.
         marks=("load_in_4bit", "load_in_8bit"),
-        # The library's default: no double quantization.
+        # NF4 without double quantization, which is off by default in transformers, too.
         at_load=(four_bit_scheme(NF4),),
     )
 }

@@ -74,7 +74,8 @@ def group_size(fields: Fields, *names: str) -> int | None:
 
 
 def module_names(fields: Fields, *names: str) -> tuple[str, ...]:
-    """All entries of the lists `names`, checked like `checked_names`."""
+    """All entries of the list fields `names`, after the checks of `checked_names`. Raises
+    ConfigError."""
     found: list[str] = []
     for name in names:
         for module in fields.get(name, list, []):

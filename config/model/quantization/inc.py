@@ -12,7 +12,7 @@ from config.model.json_fields import MAX_JSON_BYTES
 from config.whole_files import read_limited
 
 INC = "inc"
-"""The value of --quantization."""
+"""Value of --quantization that selects Intel Neural Compressor."""
 MODULE, PACKAGE = "neural_compressor", "neural-compressor-pt"
 """Import name and package name of the compressor."""
 MEASURE, QUANTIZE = MODES = ("MEASURE", "QUANTIZE")
