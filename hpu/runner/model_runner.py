@@ -438,8 +438,8 @@ class ModelRunner(StepRunner):
         return None if tokens is None else tokens.to(self._backend.index_dtype)
 
     def _last_hidden(self, hidden: Tensor, inputs: LaunchInputs, count: int) -> Tensor:
-        """Hidden states of the sampling tokens, (`count`, hidden). If launches are padded:
-        (len(inputs.req_indices), hidden), of which the first `count` are real."""
+        """Hidden states of the sampling tokens, (`count`, hidden); in padded launches
+        (len(inputs.req_indices), hidden), with `count` real rows first."""
         # Padded to the batch width if other shapes would have to be compiled.
         width = len(inputs.req_indices) if self._pads else count
         if inputs.bucket[0] == DECODE:

@@ -57,7 +57,7 @@ def named_frame(kind: str, value: Any) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (kind.encode(), json_line(value))
 
 
-def long_named_frame(kind: str, value: Any) -> bytes:
+def long_named_frame(kind: str, value: object) -> bytes:
     """Like `named_frame`, but encodes large values in pieces. For a large value call it on a
     thread. Encoded JSON in `value` must have no unescaped line separators."""
     pieces = map(_escaped, json_pieces(value))

@@ -1,7 +1,7 @@
 """Background responses, and streams of their stored frames."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from typing import Any
 
 from config.errors import Overloaded
@@ -92,17 +92,23 @@ class BackgroundResponse:
 
     def _store_data(self, data: bytes) -> None:
         """Store the frames in `data`. Raises Overloaded if the store is full."""
-        if self._entry.events is not None:
-            self._store_frames([part + b"\n\n" for part in data.split(b"\n\n")[:-1]])
+        self._store_frames(_frames_in(data))
 
-    def _store_frames(self, frames: list[bytes]) -> None:
+    def _store_frames(self, frames: Iterable[bytes]) -> None:
         """Raises Overloaded if the store is full."""
         events = self._entry.events
         if events is None:
             return
-        events += frames
+        added = list(frames)
+        events += added
         self._entry.notify()
-        self._store.add_bytes(self._entry, sum(map(len, frames)))
+        self._store.add_bytes(self._entry, sum(map(len, added)))
+
+
+def _frames_in(data: bytes) -> Iterator[bytes]:
+    """The frames in `data`, split when they are read."""
+    for part in data.split(b"\n\n")[:-1]:
+        yield part + b"\n\n"
 
 
 async def follow_events(
