@@ -118,7 +118,7 @@ class EngineDied(GaudiserveError):
     """Whether the failed process has already logged the cause."""
 
     def __init__(self, message: str | None = None, *, is_external: bool = False) -> None:
-        """`is_external`: the engine was killed from outside, for example by the OOM killer."""
+        """`is_external`: the cause is outside of the engine, for example the OOM killer."""
         super().__init__(message)
         self.is_external = is_external
 

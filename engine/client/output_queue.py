@@ -34,7 +34,7 @@ class Update(msgspec.Struct, gc=False):
     logprobs: list[Logprobs] = []
     prompt_logprobs: list[Logprobs] = []
     vectors: tuple[int, memoryview] | None = None
-    """(rows, float32 little-endian): the result of a pooling request."""
+    """Result of a pooling request: (number of vectors, their values as little-endian float32)."""
     num_cached_tokens: int | None = None
     """Set once, when the request is first scheduled."""
     finish: Finish | None = None
@@ -117,7 +117,7 @@ class RequestOutputQueue:
         """Crashes with this request as the only suspect; reset at a crash if the request has
         progressed, or if the crash has no suspect."""
         self.num_external_deaths = 0
-        """How many of `num_deaths` were kills by another process."""
+        """How many of `num_deaths` were external (see find_poison_request)."""
         self._output = array("I")
         """Output tokens, kept only if the request can be resumed. `_num_prompt_logprobs` counts the
         prompt positions with log-probabilities."""

@@ -11,8 +11,8 @@ from engine.transport.messages import AddRequest
 
 MAX_DEATHS, MAX_EXTERNAL_DEATHS = 2, 3
 """Number of crashes, each with a request as the only suspect, after which the request is failed.
-The second limit applies if the engine was killed from outside (operator, OOM killer) in any of
-these crashes: two such kills may hit the same request by chance."""
+The second limit applies if the cause of any of these crashes was outside of the engine (for example
+the OOM killer) or is unknown: two such crashes may hit the same request by chance."""
 
 Client = TypeVar("Client", contravariant=True)
 
@@ -48,8 +48,8 @@ class Resumer:
         self._unsent: deque[RequestOutputQueue] = deque()
 
     def adopt(self, queues: Iterable[RequestOutputQueue], before: OutputRouter) -> None:
-        """Take over open requests of a crashed engine, in this order, and send them; `before` is
-        the router of that engine."""
+        """Take over open requests of a crashed engine and send them in the order of `queues`.
+        `before`: the router of the crashed engine."""
         for queue in queues:
             before.move(queue, self._router)
             self._unsent.append(queue)
@@ -86,7 +86,8 @@ def find_poison_request(
     queues: Collection[RequestOutputQueue], *, is_external: bool
 ) -> RequestOutputQueue | None:
     """Update the crash counts of `queues`, the requests that were open when an engine crashed, and
-    return the poison request if there is one. `is_external`: the engine was killed from outside.
+    return the poison request if there is one. `is_external`: the cause of the crash was outside of
+    the engine (for example the OOM killer) or is unknown.
 
     A request is a suspect if the engine had scheduled it and sent no output for it. Suspects are
     marked, and the engine runs them one at a time. The crash is counted against a single suspect
@@ -127,8 +128,8 @@ def fail_poison_request(router: OutputRouter, *, is_external: bool) -> bool:
 
 
 def resume_order(queue: RequestOutputQueue) -> tuple[int, int]:
-    """Sort key for resuming requests: requests that had started, then suspects (which the engine
-    runs one at a time), then requests that never started.
+    """Sort key for resuming requests: requests that had started and are not suspects, then suspects
+    (which the engine runs one at a time), then requests that never started.
 
     Suspects with fewer crashes go first, so that a crash with an unrelated cause is not counted
     against the same request twice.

@@ -47,9 +47,9 @@ MAX_CACHED_BLOCKS = 65_536
 """Maximum number of block hashes kept for each engine."""
 
 FULL_SHARE = 0.5
-"""Share of an engine's KV cache filled by prompts above which a prefix match of less than half of
-the prompt no longer wins over an engine that is filled less than half as much. The rest of the
-cache is headroom for outputs, which the router cannot see."""
+"""Share of an engine's KV cache that prompts may fill before a prefix match of less than half of
+the prompt loses to an engine whose cache is filled less than half as much. The rest of the cache is
+headroom for outputs, which the router cannot see."""
 
 PREFIX, BUSY, ROOM, LOAD = REASONS = ("prefix", "busy", "room", "load")
 """Reasons for choosing an engine. PREFIX: longest cached prefix. BUSY: the engine with the longest
@@ -280,7 +280,8 @@ class RouterClient:
         return [engine for engine in self._engines if engine.is_alive]
 
     def _wanted_adapters(self, restarted: SingleEngineClient) -> Mapping[str, LoRAInfo]:
-        """Adapters that `restarted` must serve: `adapters` without this engine."""
+        """Adapters that `restarted` must serve: the common adapters of the other running
+        engines."""
         return self._common_adapters([e for e in self._running if e is not restarted])
 
     def _common_adapters(self, running: Sequence[SingleEngineClient]) -> Mapping[str, LoRAInfo]:

@@ -97,8 +97,8 @@ def _merge_warmed(warmed: Sequence[WarmedBuckets], output: int) -> WarmedBuckets
 
 
 def _merge_ready(messages: Sequence[WorkerReady], output: int) -> WorkerReady:
-    """Report of the output rank, with the facts of all ranks. Raises EngineDied if a rank has a
-    different number of blocks."""
+    """Report of the output rank. With several ranks, it contains the facts of all ranks. Raises
+    EngineDied if a rank has a different number of blocks."""
     merged = messages[output]
     for rank, message in enumerate(messages):
         if message.num_blocks != merged.num_blocks:

@@ -108,7 +108,7 @@ class WorkerActor:
 
 
 class RayWorker:
-    """LaunchedWorker: the engine's handle of a worker on a host of the cluster."""
+    """A LaunchedWorker on a host of the Ray cluster."""
 
     def __init__(
         self,

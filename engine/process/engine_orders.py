@@ -14,7 +14,7 @@ from engine.transport.channels import endpoint
 from hpu.protocol import SINGLE_RANK, Ranks
 
 CONFIG_ERROR_EXIT = 2
-"""Exit code after an invalid setting: a ConfigError that is not a CheckpointError."""
+"""Exit code after a ConfigError that is neither a CheckpointError nor a ProfileWritten."""
 PROFILE_EXIT = 5
 """Exit code after a ProfileWritten."""
 

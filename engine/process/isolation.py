@@ -319,8 +319,8 @@ def main() -> None:
     """Entry point of a fork server."""
     control = socket.socket(fileno=int(sys.argv[2]))
     orders = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=_Orders)
-    # To stop this process, the parent closes the control channel; if the parent dies, the kernel
-    # does.
+    # Ignore signals: this process ends when the control channel is closed, by the parent or, if the
+    # parent dies, by the kernel.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     call = importlib.import_module(orders.module).prepare(orders.setup)

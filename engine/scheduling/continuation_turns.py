@@ -34,7 +34,7 @@ class ContinuationTurns:
         """The new request that has its turn now."""
 
     def begin_step(self, step: int, waiting: WaitingQueue) -> None:
-        """Start a step."""
+        """Reset the step's count of continuations, and record whether new requests run or wait."""
         self._step = step
         self._num_in_step = 0
         if self._num_running or waiting.peek(is_new=True):

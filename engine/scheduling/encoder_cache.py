@@ -107,7 +107,7 @@ class EncoderCacheManager(RequestResource):
         return None
 
     def begin_step(self) -> None:
-        """Start a new plan."""
+        """Clear `_is_full` for a new plan."""
         self._is_full = False
 
     def fit(self, request: Request, start: int, count: int) -> int:

@@ -20,7 +20,7 @@ OUTPUT_WEIGHT = 0.1
 """Weight of a finished request in its tenant's moving average of output tokens; continuations are
 left out."""
 MAX_IDLE_TENANTS = 1024
-"""Number of known tenants from which a new tenant makes the queue drop idle tenants."""
+"""A new tenant makes the queue drop idle tenants if at least this many tenants are known."""
 MAX_LABELS = 100
 """Tenants whose tokens are counted separately; all others share the label OTHERS."""
 OTHERS, NO_KEY = "other", "none"
@@ -207,7 +207,7 @@ class FairQueue(WaitingQueue):
         return tenant
 
     def _forget_idle(self) -> None:
-        """Drop idle tenants whose virtual time `_new_tenant` would restore."""
+        """Drop idle tenants whose virtual time is at most the virtual time of a new tenant."""
         self._tenants = {
             number: tenant
             for number, tenant in self._tenants.items()

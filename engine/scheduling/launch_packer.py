@@ -156,7 +156,7 @@ class LaunchPacker:
         return launches
 
     def _max_requests(self, query: int, context: int) -> int:
-        """Maximum number of requests in a launch with an exact shape."""
+        """Maximum number of requests with these sizes in a launch with exact shapes."""
         positions = query + context * self._table.limits.block_size
         fit = min(self.max_tokens // query, self._max_positions // positions)
         return max(1, min(self._max_batch, fit))

@@ -18,7 +18,7 @@ from hpu.protocol import NO_SLOT, AdapterLoaded, DropAdapter, LoadAdapter, StepP
 ABSENT, LOADING, LOADED = range(3)
 
 MAX_PASSES = 32
-"""Maximum number of requests that start ahead of an older request that waits for a slot."""
+"""Maximum number of requests that overtake a request while it waits for a slot."""
 
 MAX_RETIRED = 64
 
@@ -165,8 +165,8 @@ class LoRASlots(RequestResource):
 
     def may_start(self, request: Request) -> bool:
         """Whether the request's adapter is in host memory and has, or can get, a slot. False if the
-        request would overtake an older request that waits for a slot, and MAX_PASSES requests have
-        done so before."""
+        request would overtake a request that waits for a slot, and MAX_PASSES requests have done so
+        before."""
         if not request.adapter:
             return True
         entry = self._entries[request.adapter]
@@ -183,7 +183,7 @@ class LoRASlots(RequestResource):
 
     def start(self, request: Request) -> None:
         """Set the `lora_slot` of a request that starts. Call it before a FairQueue changes the
-        request's `priority_key`, which shows whether the request overtakes an older request."""
+        request's `priority_key`, which shows whether the request overtakes a waiting request."""
         if not request.adapter:
             return
         entry = self._entries[request.adapter]
@@ -336,7 +336,7 @@ class LoRASlots(RequestResource):
             entry.slot = NO_SLOT
 
     def _forget_unused(self, entry: _Entry) -> None:
-        """Drop an adapter without names and without requests."""
+        """Drop the adapter if it has no names and no requests and is not being loaded."""
         if entry.names or entry.num_requests or entry.state == LOADING:
             return
         if entry.state == LOADED:
@@ -365,7 +365,8 @@ class LoRASlots(RequestResource):
         entry.last_used = self._clock
 
     def _is_pass(self, request: Request) -> bool:
-        """Whether the request would start ahead of an older request that waits for a slot."""
+        """Whether the request would overtake a request that precedes it in the queue and waits for
+        a slot."""
         blocked = self._blocked
         return blocked is not None and order_key(request) > order_key(blocked)
 

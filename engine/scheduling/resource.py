@@ -37,7 +37,7 @@ class RequestResource:
         """Register a waiting request."""
 
     def begin_step(self) -> None:
-        """Start a plan."""
+        """Reset the state of the previous plan, before a plan is built."""
 
     def fit(self, request: Request, start: int, count: int) -> int:
         """How many of the `count` prefill tokens from `start` can be scheduled now."""

@@ -39,8 +39,8 @@ RETRY_S = 2.0
 NOTICE_S = 5.0
 """Seconds without a report after which `on_wait` is called."""
 MAX_FREE_HANGS = 2
-"""Number of hanging checks whose time is not taken from other checks. With more hangs, the card is
-likely not to respond to any check."""
+"""Number of hanging checks whose time does not count against the time budget. With more hangs, the
+card is likely not to respond to any check."""
 RESTART_S = 10.0
 """Time to start a new process after a check that hangs; seconds."""
 CLOSE_S = 5.0

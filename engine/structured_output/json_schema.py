@@ -246,8 +246,8 @@ def _check_types(schema: dict[str, object]) -> None:
 
 
 def _check_number_bounds(schema: dict[str, Any]) -> None:
-    """Reject an integral exclusive bound when the other bound is less than 1 away: the library
-    (1.9) would then accept the bound itself."""
+    """Reject an integral exclusive bound of a number whose bounds are less than 1 apart: the
+    library (1.9) would accept the bound itself. Integers are not affected."""
     lows = [_number(schema, name) for name in ("minimum", "exclusiveMinimum")]
     highs = [_number(schema, name) for name in ("maximum", "exclusiveMaximum")]
     low = max((value for value in lows if value is not None), default=None)

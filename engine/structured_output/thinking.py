@@ -90,13 +90,13 @@ class ThinkingMarkers:
         return self._token_texts.texts[token]
 
     def after_opening(self, context: bytes) -> bytes | None:
-        """Rest of `context` after an opening marker at its start; None without a marker."""
+        """Rest of `context` after leading blanks and an opening marker; None without a marker."""
         context = context.lstrip(_BLANKS)
         found = next((marker for marker in self._opens if context.startswith(marker)), None)
         return None if found is None else context[len(found) :]
 
     def may_be_opening(self, context: bytes) -> bool:
-        """Whether `context` is a prefix of an opening marker."""
+        """Whether `context` without leading blanks is a prefix of an opening marker."""
         context = context.lstrip(_BLANKS)
         return any(marker.startswith(context) for marker in self._opens)
 
@@ -121,7 +121,8 @@ class ThinkingMarkers:
         )
 
     def opening_tokens(self, context: bytes) -> tuple[int, ...]:
-        """Tokens that continue an opening marker after its prefix `context`."""
+        """Tokens that continue an opening marker after its prefix `context`. Leading blanks of
+        `context` are ignored."""
         context = context.lstrip(_BLANKS)
         if context not in self._opening_tokens:
             found = set()

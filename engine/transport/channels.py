@@ -383,7 +383,7 @@ class RouterSocket(Generic[Sent, Received]):
 
     def send(self, peer: bytes, message: Sent) -> bool:
         """Send without blocking; returns False when `peer` has disconnected or has left HIGH_WATER
-        messages unread. Raises TypeError or ValueError when the message cannot be encoded."""
+        messages unread. Raises an error of the encoder when the message cannot be encoded."""
         frame = self._segments.frame(self._encode(message), peer)
         try:
             self._socket.send_multipart((peer, frame), zmq.NOBLOCK)

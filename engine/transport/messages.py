@@ -162,7 +162,7 @@ class Finish(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """Request parameter that `error` is about; empty for the request as a whole, None for an
     internal error."""
     is_retryable: bool = False
-    """Whether a retry may succeed later, because the engine is asleep or has no room."""
+    """Whether a retry may succeed later, for example because the engine is asleep."""
     is_timeout: bool = False
     """Whether AddRequest.timeout_s has passed; `error` describes how far the request got."""
 
@@ -262,8 +262,8 @@ class StepOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, 
     """(key, positions) for prompt tokens from index 1: an entry for each chunk of the prompt that
     has unsent positions; sent with the key's first token at the latest."""
     vectors: list[tuple[int, int, memoryview]] = []
-    """(key, rows, float32 little-endian data): result of a pooling request, sent in the same
-    message as its Finish."""
+    """(key, number of vectors, their values as little-endian float32): result of a pooling request,
+    sent in the same message as its Finish."""
     finished: list[Finish] = []
     stats: EngineStats | None = None
 
