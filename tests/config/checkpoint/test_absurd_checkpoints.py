@@ -511,18 +511,22 @@ def test_gguf_parsing_equals_the_library(
 
 
 def test_the_command_fails_with_status_1_and_one_line(folder: Path, tmp_path: Path) -> None:
-    _set(folder, num_hidden_layers=10**9)
-
-    def ratio() -> float:
-        """CPU time relative to a start of the command that finds no folder."""
-        base_s, base_bytes, *_ = _serve(tmp_path / "gone", tmp_path)
+    def failed(num_layers: int) -> tuple[float, int]:
+        """CPU seconds and peak memory in bytes."""
+        _set(folder, num_hidden_layers=num_layers)
         seconds, num_bytes, status, said = _serve(folder, tmp_path)
         assert status == 1
         # The first line names the versions and the model.
         assert "gaudiserve 0." in said[0]
         assert said[1:] == [
-            f"gaudiserve: {folder}/config.json specifies 1000000000 layers, the files have 2",
+            f"gaudiserve: {folder}/config.json specifies {num_layers} layers, the files have 2",
         ]
+        return seconds, num_bytes
+
+    def ratio() -> float:
+        """CPU time relative to the same error for one layer too many."""
+        base_s, base_bytes = failed(3)
+        seconds, num_bytes = failed(10**9)
         assert num_bytes < base_bytes + MOST_BYTES
         return seconds / base_s
 
