@@ -5,6 +5,9 @@ PORT ?= 8000
 MODEL ?=
 DEVICE ?= hpu
 ARGS ?=
+# make distinguishes case, and would ignore `make serve model=...`.
+$(foreach name,python port model device args,$(if $(filter command,$(firstword $(origin $(name)))),\
+$(error $(name)= has no effect, variables of this Makefile have capital letters, as in MODEL=demo)))
 # TORCH_INDEX is the package index for torch. With an empty value or `none` pip uses its own index;
 # without TORCH_INDEX deploy/torch_build.py selects the build.
 TORCH_CHOICE = deploy/torch_build.py $(if $(filter undefined,$(origin TORCH_INDEX)),,--index '$(TORCH_INDEX)')

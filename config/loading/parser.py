@@ -402,6 +402,8 @@ def server_parser(
             metavar="MODEL",
             help=f"Model folder, .gguf file or Hugging Face id; none: {no_model}",
         )
+    else:
+        parser.hint_of_words = ": --model sets a model, which this command does not need"
     general = parser.add_argument_group("Files")
     for name, help_text in FILE_FLAGS.items():
         general.add_argument(f"--{name}", metavar="FILE", action=_Record, dest=name, help=help_text)

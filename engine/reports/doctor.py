@@ -46,6 +46,9 @@ PACKAGES = (
 NOT_CHECKED = "The model and the port were not checked."
 CACHE_REMEDY = "set --cache-dir to another folder"
 
+MIN_FREE_BYTES = 2**30
+"""Free space below which the doctor warns: the demo model and compiled kernels need 0.3 GB."""
+
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
@@ -247,7 +250,11 @@ def _cache(folder: str, model: str) -> Finding:
     except OSError as error:
         what = f"--cache-dir is {folder}, which cannot be written to ({existing}: {error.strerror})"
         return Finding(level, "cache folder", what, CACHE_REMEDY)
-    return Finding(OK, "cache folder", f"{folder}, {bytes_text(free)} left on its disk")
+    what = f"{folder}, {bytes_text(free)} left on its disk"
+    if free < MIN_FREE_BYTES:
+        what += f"; models and kernels need {bytes_text(MIN_FREE_BYTES)} or more"
+        return Finding(WARN, "cache folder", what, CACHE_REMEDY)
+    return Finding(OK, "cache folder", what)
 
 
 def as_text(diagnosis: Diagnosis) -> str:

@@ -203,7 +203,8 @@ def with_checks(page: str) -> str:
     parts = []
     for fallbacks, checks in sorted(checks_by_fallback().items()):
         items = list_of(f"`{check.name}`: {check.assumption}" for check in checks)
-        parts.append(f"{fallbacks or 'No fallback'}:\n\n{items}\n")
+        head = f"Fallback {fallbacks}" if fallbacks else "No fallback"
+        parts.append(f"{head}:\n\n{items}\n")
     return with_text(page, "".join(parts))
 
 

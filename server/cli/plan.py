@@ -8,7 +8,7 @@ from config.checkpoint.facts import engine_facts
 from config.errors import ConfigError
 from config.loading.env import environment
 from config.loading.parser import FlagParser, number
-from config.loading.sources import load
+from config.loading.sources import Loaded, load
 from config.setting import is_count
 from engine.reports.doctor import this_machine
 from engine.reports.plan import Target, as_json, as_text, make_plan, with_sizes
@@ -76,8 +76,20 @@ def main(argv: list[str]) -> int:
     ConfigError."""
     loaded = load(argv, default_model="demo", parser=plan_parser())
     if num_cards := loaded.arguments.cards:
-        words = [*argv, f"--tensor-parallel-size={num_cards}"]
-        loaded = load(words, default_model="demo", parser=plan_parser())
+        return _print_plan_of_cards(argv, num_cards)
+    return _print_plan(loaded)
+
+
+def _print_plan_of_cards(argv: list[str], num_cards: int) -> int:
+    words = [*argv, f"--tensor-parallel-size={num_cards}"]
+    try:
+        return _print_plan(load(words, default_model="demo", parser=plan_parser()))
+    except ConfigError as error:
+        # Name the flag that the user wrote.
+        raise ConfigError(str(error).replace("--tensor-parallel-size", "--cards")) from error
+
+
+def _print_plan(loaded: Loaded) -> int:
     log_notes(loaded)
     args, engine = loaded.arguments, loaded.engine
     target = Target(

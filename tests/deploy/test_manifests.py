@@ -117,7 +117,7 @@ def compose_commands() -> list[tuple[str, str]]:
         text = page.read_text(encoding="utf-8").replace("\\\n", " ")
         lines = re.findall(r"^(?:# )?((?:\w+=\S+ +)*docker compose .*)$", text, re.MULTILINE)
         dotenv = " ".join(
-            re.findall(r"(?:^# |`)((?:API_KEY|MODEL)=[\w/]+)(?:$|`)", text, re.MULTILINE)
+            re.findall(r"(?:^# |`)((?:GAUDISERVE_API_KEY|MODEL)=[\w/]+)(?:$|`)", text, re.MULTILINE)
         )
         found += [(page.name, f"{dotenv} {line}") for line in lines]
     return found

@@ -281,3 +281,12 @@ def test_make_n_installs_nothing(is_vendor: bool, clone: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert not (clone / "calls").exists()
     assert "install --progress-bar off" in done.stdout
+
+
+def test_a_variable_of_make_in_small_letters_is_an_error() -> None:
+    command = ["make", "-n", "-f", ROOT / "Makefile", "help", "model=demo"]
+
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+
+    assert ended.returncode != 0
+    assert "model= has no effect" in ended.stderr

@@ -2,6 +2,7 @@
 serve."""
 
 import json
+from collections import namedtuple
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from engine.reports.doctor import Diagnosis, as_json, as_text, diagnose, this_ma
 from engine.selftest.results import CheckResult, SelfTest, result_of, write
 from engine.selftest.start import identity_of
 from hpu.selftest.base import FAILS, HOLDS, all_checks
+
+DiskUsage = namedtuple("DiskUsage", ["total", "used", "free"])
 
 
 @pytest.fixture
@@ -147,6 +150,18 @@ def test_a_cache_folder_on_a_file_system_without_new_files_cannot_be_written(
 
     assert not found.can_serve
     assert "error --cache-dir is /proc/x, which cannot be written to (/proc: " in as_text(found)
+
+
+def test_little_space_for_the_cache_folder_is_a_warning(
+    plain: GaudiMachine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = str(plain.root)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: DiskUsage(2**40, 2**40, 2**29))
+
+    found = diagnose(plain.seen(), EngineConfig("demo"), folder)
+
+    assert found.can_serve
+    assert f"{folder}, 0.50 GiB left on its disk; models" in as_text(found)
 
 
 def test_the_check_of_the_cache_folder_leaves_no_file(plain: GaudiMachine, tmp_path: Path) -> None:

@@ -47,6 +47,15 @@ def test_a_number_of_cards_is_the_tensor_parallel_size(
     assert " 2 cards;" in told and " million parameters" in told
 
 
+def test_an_impossible_number_of_cards_is_an_error_that_names_the_written_flag(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["plan", "demo", "--cards", "2"]) == 2
+
+    told = capsys.readouterr().err
+    assert "9 query heads, and 2 (--cards)" in told and "tensor-parallel" not in told
+
+
 def test_a_mixture_of_experts_is_planned_from_a_config(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
