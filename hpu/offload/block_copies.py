@@ -11,8 +11,8 @@ from torch import Tensor
 
 from hpu.backends.base import Backend, Event
 from hpu.offload.block_files import NoFiles
+from hpu.offload.block_lists import BlockLists
 from hpu.offload.host_blocks import MAX_GATHERS, HostBlocks, copy_sizes
-from hpu.runner.block_lists import BlockLists
 
 
 class Layout(NamedTuple):

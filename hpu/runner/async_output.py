@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -16,7 +17,6 @@ from hpu.runner.input_buffers import LaunchInputs
 from hpu.runner.sampler_graphs import SamplerGraph
 from hpu.sampling.draft_rows import NO_TOKEN
 from hpu.sampling.logprobs import TopLogprobs, unpack
-from hpu.spec_decode.base import Drafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +143,28 @@ class PromptTargets(NamedTuple):
     """Number of most likely tokens returned per position."""
     tokens: Tokens
     """(n,) prompt token that follows each of the request's first n positions in this launch."""
+
+
+class Drafts(NamedTuple):
+    """Requests of a decode and their drafts. A request has one row for its last token and one row
+    per draft."""
+
+    req_indices: list[int]
+    tokens: list[list[int]]
+    """Drafts of each request."""
+
+    @property
+    def counts(self) -> list[int]:
+        """Number of rows of each request."""
+        return [1 + len(tokens) for tokens in self.tokens]
+
+    def rows(self, last_tokens: list[int]) -> npt.NDArray[np.int64]:
+        """(rows,) input tokens: the last token of each request, followed by its drafts."""
+        rows: list[int] = []
+        for last, tokens in zip(last_tokens, self.tokens, strict=True):
+            rows.append(last)
+            rows.extend(tokens)
+        return np.array(rows, np.int64)
 
 
 @dataclass(slots=True)

@@ -13,8 +13,8 @@ from config.engine import EngineConfig
 from config.model.window_cache import CacheSizes, ring_blocks
 from hpu.backends.base import Backend
 from hpu.models.base import CausalLM
+from hpu.offload.block_lists import BlockLists
 from hpu.quantization.kv_cache import zero_non_finite
-from hpu.runner.block_lists import BlockLists
 
 logger = logging.getLogger(__name__)
 

@@ -82,7 +82,7 @@ class RunnerParts:
 
 class ModelRunner(StepRunner):
     """Runner of generation requests over a KV cache. Its decodes compute one token per request;
-    subclasses in hpu/runner/drafting verify drafts."""
+    subclasses in hpu/spec_decode verify drafts."""
 
     def __init__(self, parts: RunnerParts) -> None:
         backend, batch_state = parts.backend, parts.batch_state

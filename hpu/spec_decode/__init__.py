@@ -1,2 +1,2 @@
-"""Speculative decoding in the worker: proposers of draft tokens, the number of drafts, and their
-verification."""
+"""Speculative decoding in the worker: a drafter of drafters/ proposes tokens; host.py or device.py
+verifies them. hpu/worker/drafting.py builds these parts."""

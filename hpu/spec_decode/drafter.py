@@ -15,16 +15,16 @@ from config.speculation.drafter import HeadSizes, HiddenHeadFacts, facts_of
 from hpu.backends.base import Backend
 from hpu.models.base import ModelBuild
 from hpu.models.decoder import Decoder
-from hpu.runner.drafting.device_drafter import (
+from hpu.spec_decode.base import Proposer
+from hpu.spec_decode.device_drafter import (
     DeviceHeadDrafter,
     DeviceHiddenHeadDrafter,
     DeviceModelDrafter,
 )
-from hpu.runner.drafting.draft_runner import DraftRunner, HeadRunner, HiddenHeadRunner
-from hpu.spec_decode.base import Proposer
 from hpu.spec_decode.device_search import KeptDrafts, TextSearch
 from hpu.spec_decode.draft_head import LAST_LAYER, DraftHead
 from hpu.spec_decode.draft_model import DraftLauncher, DraftModelProposer
+from hpu.spec_decode.draft_runner import DraftRunner, HeadRunner, HiddenHeadRunner
 from hpu.spec_decode.hidden_heads import HeadLauncher, HiddenHead, HiddenHeadProposer
 
 

@@ -39,7 +39,6 @@ from hpu.protocol import DECODE, PREFILL, SINGLE_RANK, Bucket, Ranks
 from hpu.quantization.kv_cache import KVCacheFormat
 from hpu.runner.batch_state import BatchState
 from hpu.runner.counters import Counters
-from hpu.runner.drafting.hidden_cache import HiddenCache
 from hpu.runner.graph_cache import CapturingGraphCache, Forward, GraphCache
 from hpu.runner.input_buffers import (
     HiddenBuffers,
@@ -57,6 +56,7 @@ from hpu.runner.step_runner import Offload, StepRunner
 from hpu.sampling.filters import ties_of
 from hpu.sampling.logprobs import LogprobsMode
 from hpu.sampling.sampler import Sampler
+from hpu.spec_decode.hidden_cache import HiddenCache
 from hpu.worker.block_offload import BlockOffload, check_offload
 from hpu.worker.drafting import (
     DeviceDrafting,

@@ -32,7 +32,7 @@ from hpu.model_loader.size_estimate import (
     weight_bytes,
 )
 from hpu.offload.host_layers import freed_bytes, host_layers
-from hpu.worker.draft_plan import NO_DRAFTER, DrafterSizes, drafter_sizes
+from hpu.spec_decode.drafter_sizes import NO_DRAFTER, DrafterSizes, drafter_sizes
 from hpu.worker.memory import MemoryPlan, num_blocks, plan_memory
 from hpu.worker.offload_plan import OffloadTiers, offload_tiers
 

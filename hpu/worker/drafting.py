@@ -14,12 +14,6 @@ from hpu.layers.metadata import AttentionInputs
 from hpu.models.base import CausalLM
 from hpu.runner.batch_state import BatchState
 from hpu.runner.captured_functions import CapturedFunctions
-from hpu.runner.draft_buffers import DraftLayout, PlannedDraftInputs, SampledTokenInputs
-from hpu.runner.drafting.device_drafter import DeviceModelDrafter
-from hpu.runner.drafting.device_runner import DeviceSpeculationRunner
-from hpu.runner.drafting.draft_runner import DraftRunner
-from hpu.runner.drafting.hidden_cache import HiddenCache
-from hpu.runner.drafting.host_runner import HostSpeculationRunner, PlannedDraftRunner
 from hpu.runner.graph_cache import Forward
 from hpu.runner.input_buffers import DecodeLayout, HiddenBuffers, InputLayout
 from hpu.runner.kv_cache import KVCache
@@ -27,10 +21,16 @@ from hpu.runner.model_runner import ModelRunner, RunnerParts
 from hpu.sampling.sampler import Sampler
 from hpu.spec_decode.base import AcceptanceCounts
 from hpu.spec_decode.device import DeviceSpeculation
+from hpu.spec_decode.device_drafter import DeviceModelDrafter
+from hpu.spec_decode.device_runner import DeviceSpeculationRunner
 from hpu.spec_decode.device_search import KeptDrafts
+from hpu.spec_decode.draft_buffers import DraftLayout, PlannedDraftInputs, SampledTokenInputs
 from hpu.spec_decode.draft_lengths import DraftLengths
+from hpu.spec_decode.draft_runner import DraftRunner
 from hpu.spec_decode.drafter import select_drafter, select_model_drafter, select_proposer
-from hpu.spec_decode.speculation import Speculation
+from hpu.spec_decode.hidden_cache import HiddenCache
+from hpu.spec_decode.host import HostSpeculation
+from hpu.spec_decode.host_runner import HostSpeculationRunner, PlannedDraftRunner
 from hpu.worker.load import LoadedModel
 
 
@@ -128,7 +128,7 @@ class HostDrafting(SpeculativeDrafting):
         stage = self._loaded.link.stage
         if not stage.is_last:
             return PlannedDraftRunner(parts)
-        speculation = Speculation(
+        speculation = HostSpeculation(
             select_proposer(self._method, self._drafter(parts)),
             parts.batch_state,
             parts.sampler,

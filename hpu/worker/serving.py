@@ -24,8 +24,8 @@ from hpu.protocol import (
 )
 from hpu.runner.async_output import AsyncStepOutput
 from hpu.runner.counters import Counters
-from hpu.runner.drafting.host_runner import PlannedDraftRunner
 from hpu.runner.model_runner import ModelRunner
+from hpu.spec_decode.host_runner import PlannedDraftRunner
 from hpu.warmup import report
 from hpu.warmup.warmup import Warmup
 from hpu.worker.build import (

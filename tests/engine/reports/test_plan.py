@@ -21,8 +21,8 @@ from config.params.offload import OffloadConfig
 from config.params.speculation import SpeculationConfig
 from engine.reports.plan import Plan, Target, as_json, as_text, make_plan
 from hpu.model_loader.size_estimate import layer_bytes
+from hpu.spec_decode.drafter_sizes import NO_DRAFTER
 from hpu.worker.card_plan import _plan_stage, plan_card
-from hpu.worker.draft_plan import NO_DRAFTER
 
 FLAGS = 2 * 128
 """Bytes per block of the flags for non-finite tokens, in the model and in a draft model."""

@@ -18,7 +18,6 @@ from hpu.launch_inputs import (
 from hpu.layers.metadata import DecodeAttentionInputs, FeatureInputs, PrefillAttentionInputs
 from hpu.lora.context import LoRASlotInputs
 from hpu.protocol import DECODE, PREFILL, Bucket
-from hpu.runner.draft_buffers import DraftBuffers, DraftLayout
 from hpu.runner.input_buffers import (
     MAX_DYNAMIC,
     DecodeLayout,
@@ -28,6 +27,7 @@ from hpu.runner.input_buffers import (
     PrefillLayout,
 )
 from hpu.spec_decode.device import DraftInputs
+from hpu.spec_decode.draft_buffers import DraftBuffers, DraftLayout
 
 BOTH = pytest.mark.parametrize("kind", [CpuBackend, CardMemory])
 

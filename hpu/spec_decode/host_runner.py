@@ -11,15 +11,14 @@ from torch import Tensor
 from hpu.distributed.agreement import Agreement
 from hpu.launch_inputs import DecodeArrays, Tokens
 from hpu.protocol import DECODE, Launch, NewRequest
-from hpu.runner.async_output import AsyncStepOutput, ForwardOutput
-from hpu.runner.drafting.draft_runner import MEASURED_CONTEXT
-from hpu.runner.drafting.hidden_cache import HiddenCache
+from hpu.runner.async_output import AsyncStepOutput, Drafts, ForwardOutput
 from hpu.runner.input_buffers import LaunchInputs
 from hpu.runner.launch_results import LaunchResults
 from hpu.runner.model_runner import ModelRunner, RunnerParts, Words
-from hpu.spec_decode.base import Drafts
+from hpu.spec_decode.draft_runner import MEASURED_CONTEXT
+from hpu.spec_decode.hidden_cache import HiddenCache
+from hpu.spec_decode.host import HostSpeculation
 from hpu.spec_decode.launch_costs import LaunchCosts, measure
-from hpu.spec_decode.speculation import Speculation
 
 
 class PlannedDraftRunner(ModelRunner):
@@ -91,7 +90,7 @@ class HostSpeculationRunner(PlannedDraftRunner):
     """Runner of the last pipeline stage, which proposes and verifies drafts."""
 
     def __init__(
-        self, parts: RunnerParts, speculation: Speculation, hidden_cache: HiddenCache | None
+        self, parts: RunnerParts, speculation: HostSpeculation, hidden_cache: HiddenCache | None
     ) -> None:
         """`hidden_cache`: stores the hidden states of each launch, if the drafter reads them."""
         super().__init__(parts)

@@ -11,14 +11,14 @@ from torch import Tensor
 from hpu.launch_inputs import DraftArrays, Integers, Tokens
 from hpu.protocol import DECODE, Launch, NewRequest, StepResult
 from hpu.runner.async_output import AsyncLaunchOutput, AsyncStepOutput, ForwardOutput
-from hpu.runner.draft_buffers import DraftBuffers, PlannedDraftInputs
-from hpu.runner.drafting.device_drafter import DeviceModelDrafter
 from hpu.runner.input_buffers import LaunchInputs
 from hpu.runner.launch_results import LaunchResults
 from hpu.runner.model_runner import ModelRunner, RunnerParts, Words
 from hpu.sampling.draft_rows import SamplingRows
 from hpu.sampling.ops import SamplerOutput
 from hpu.spec_decode.device import DeviceSpeculation, VerifyBatch
+from hpu.spec_decode.device_drafter import DeviceModelDrafter
+from hpu.spec_decode.draft_buffers import DraftBuffers, PlannedDraftInputs
 
 
 @dataclass(slots=True, kw_only=True)

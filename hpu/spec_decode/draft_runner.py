@@ -14,11 +14,11 @@ from hpu.distributed.agreement import Agreement
 from hpu.launch_inputs import DecodeArrays, LaunchArrays, PrefillArrays
 from hpu.models.base import CausalLM
 from hpu.protocol import DECODE, PREFILL, Launch
-from hpu.runner.drafting.hidden_cache import HiddenCache
 from hpu.runner.input_buffers import DecodeLayout, InputBufferPool, LaunchInputs, PrefillLayout
 from hpu.runner.kv_cache import KVCache
 from hpu.runner.model_runner import RunnerParts
 from hpu.spec_decode.draft_head import DraftHead
+from hpu.spec_decode.hidden_cache import HiddenCache
 from hpu.spec_decode.hidden_heads import HiddenHead
 from hpu.spec_decode.launch_costs import LaunchCosts, measure
 

@@ -18,10 +18,10 @@ from hpu.layers.metadata import AttentionInputs, DecodeAttentionInputs, PrefillA
 from hpu.models.base import CausalLM
 from hpu.protocol import Bucket
 from hpu.runner.captured_functions import CapturedFunctions
-from hpu.runner.drafting.hidden_cache import HiddenCache
 from hpu.runner.input_buffers import LaunchInputs
 from hpu.spec_decode.device import DraftBatch
 from hpu.spec_decode.draft_head import DraftHead
+from hpu.spec_decode.hidden_cache import HiddenCache
 from hpu.spec_decode.hidden_heads import HiddenHead
 
 Greedy = Callable[[Tensor], Tensor]

@@ -1,4 +1,4 @@
-"""Speculation: drafts for a decode, and verification of drafts with the target's logits, on a
+"""HostSpeculation: drafts for a decode, and verification of drafts with the target's logits, on a
 device that shares memory with the host, so that the host knows all tokens of earlier launches.
 
 A draft is accepted if the sampler draws the same token at its position. This keeps the target's
@@ -17,10 +17,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from hpu.protocol import Launch, NewRequest
+from hpu.runner.async_output import Drafts
 from hpu.runner.batch_state import BatchState
 from hpu.sampling.logprobs import TopLogprobs
 from hpu.sampling.sampler import Sampler
-from hpu.spec_decode.base import NOTHING, AcceptanceCounts, Drafts, Proposal, Proposer
+from hpu.spec_decode.base import NOTHING, AcceptanceCounts, Proposal, Proposer
 from hpu.spec_decode.draft_lengths import DraftLengths
 from hpu.spec_decode.launch_costs import LaunchCosts
 
@@ -37,7 +38,7 @@ class Verified(NamedTuple):
     """Log-probabilities of all tokens, sorted by request; None if no request needs them."""
 
 
-class Speculation:
+class HostSpeculation:
     """Proposes drafts, and verifies them with the sampler that all decodes use."""
 
     def __init__(

@@ -15,7 +15,7 @@ from hpu.spec_decode.base import AcceptanceCounts, Proposal, Proposer, Tokens
 from hpu.spec_decode.draft_lengths import DraftLengths
 from hpu.spec_decode.drafters.ngram import NgramProposer
 from hpu.spec_decode.drafters.suffix import SuffixProposer
-from hpu.spec_decode.speculation import Speculation
+from hpu.spec_decode.host import HostSpeculation
 
 CPU = CpuBackend(torch.get_num_threads())
 VOCAB = 6
@@ -94,7 +94,7 @@ def test_token_pairs_follow_the_target_distribution(
     for round_number in range(NUM_ROUNDS):
         chains = Chains(NUM_REQUESTS)
         sampler = Sampler(NUM_REQUESTS, VOCAB, CPU, static_shapes=False)
-        speculation = Speculation(
+        speculation = HostSpeculation(
             proposer, chains, sampler, DraftLengths(3), AcceptanceCounts(count)
         )
         for index in range(NUM_REQUESTS):
