@@ -128,8 +128,8 @@ class BucketConfig:
 
     def resolved(self, default: str) -> "BucketConfig":
         """These settings with `auto` replaced by the strategy `default`, or by a strategy that
-        reads the configured ranges if `default` does not read them. If `default` is `exact`, only
-        `images` is kept."""
+        reads the configured ranges if `default` does not read them. If `exact` replaces `auto`,
+        only `images` is kept."""
         if self.strategy != "auto":
             return self
         if default == "exact":

@@ -533,7 +533,7 @@ class EngineConfig:
 
     @property
     def single_decode_reason(self) -> str:
-        """Why a step never decodes a request twice; empty if it may."""
+        """Why `num_scheduler_steps` has no effect; empty if it has one."""
         if self.speculation.max_tokens_per_step() > 1:
             return "the next decode starts after the accepted drafts"
         if self.parallel.pipeline_parallel_size > 1:

@@ -15,7 +15,7 @@
         |-- ProfileWritten     a finished run of --profile-prompt or --profile-decode; status 0
         `-- CheckpointError    a model that cannot be served; exit status 1 instead of 2
 
-Messages about values contain the value and what is allowed, or both conflicting values.
+Messages about values should contain the value and what is allowed, or both conflicting values.
 """
 
 import json

@@ -487,7 +487,7 @@ class ModeChoice(NamedTuple):
 
 
 def is_vendor_torch(version: str) -> bool:
-    """Whether this version of torch is a build of Habana: 2.6.0+hpu_1.21.3-57.gitabf798b,
+    """Whether this version of torch looks like a build of Habana: 2.6.0+hpu_1.21.3-57.gitabf798b,
     2.9.0+hpu.1.23.0.695, or 2.10.0a0+gitc1e5ed4. Habana's bridge accepts the same local parts."""
     return version.partition("+")[2].startswith(("git", "hpu"))
 

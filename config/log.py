@@ -214,7 +214,7 @@ class LimitedWarning:
 
 
 def applied() -> LogConfig:
-    """The settings of the last `setup` call in this process."""
+    """The settings of the last `setup` call in this process; DEFAULT before the first call."""
     return _applied
 
 

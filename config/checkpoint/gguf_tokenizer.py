@@ -24,8 +24,7 @@ MAX_TOKEN_CHARACTERS = 1024
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 _SPACE = "\u2581"
 
-# Pre-tokenization patterns, as published by each family. The merges of a vocabulary were learned on
-# exactly these pieces.
+# Pre-tokenization patterns, as published by each family.
 _QWEN2 = LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
 _WORD = r"[^\r\n\p{L}\p{N}]?"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"

@@ -119,7 +119,8 @@ def _damaged(folder: Path, before_s: float) -> list[str]:
 
 
 def _is_whole(file: Path) -> bool:
-    """False for a truncated JSON file and an invalid safetensors file. Reads no weights."""
+    """False for an invalid safetensors file, and for a truncated JSON file of at most
+    MAX_TOKENIZER_BYTES. Reads no weights."""
     try:
         if file.suffix == ".safetensors":
             with safe_open(file, framework="np"):

@@ -32,16 +32,16 @@ def resolve(
     report: Report = unreported,
     check: Callable[[str], object] = read_model_config,
 ) -> str:
-    """A local folder with config.json, *.safetensors and tokenizer files.
+    """A local folder with config.json, *.safetensors and the tokenizer files of the model, if any.
 
     `model` is the demo model's name, a folder, a `.gguf` file (converted once into `cache_dir`, its
     matrices rounded to `dtype`; float32 is exact) or a hub id, downloaded at `revision` into
     `download_dir` after `check` of its other files (config/checkpoint/hub.py). With `keep_blocks`
     the folder of a GGUF file also has its quantized weights. `dtype` auto means bfloat16. Without
-    `has_weights` a folder may lack *.safetensors, and no weights are downloaded. `hf_overrides`:
-    JSON object with fields that override config.json. `progress` shows progress bars on a terminal;
-    `report` is called with the same progress. Raises CheckpointError; SettingError if a setting
-    such as `hf_overrides` is wrong.
+    `has_weights` a folder may lack *.safetensors, and no *.safetensors are downloaded.
+    `hf_overrides`: JSON object with fields that override config.json. `progress` shows progress
+    bars on a terminal; `report` is called with the same progress. Raises CheckpointError;
+    SettingError if a setting such as `hf_overrides` is wrong.
     """
     parse_overrides(hf_overrides)
 

@@ -412,7 +412,8 @@ def recipe_cache_folder(config: EngineConfig) -> Path | None:
 
 def disable_autoload() -> None:
     """Prevent `import torch` from loading the vendor's runtime in this process and its children, as
-    newer releases do automatically: only workers may load the runtime and open a card."""
+    newer releases do automatically, unless the user has set PT_HPU_AUTOLOAD: only workers may load
+    the runtime and open a card."""
     os.environ.setdefault("PT_HPU_AUTOLOAD", "0")
 
 

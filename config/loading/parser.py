@@ -79,7 +79,8 @@ class FlagParser(argparse.ArgumentParser):
         self.hint_of_words = ""
         """End of the error about a word that is neither a flag nor an argument."""
         self.common: tuple[str, ...] = ()
-        """Keys of the flags that `--help` shows, in a line each; empty: it shows all flags."""
+        """Keys of the flags that `--help` shows, in a line each; empty: it shows all flags that are
+        not in `server_groups`."""
         self.kinds = NO_KINDS
         self.examples: tuple[str, ...] = ()
         """Example command lines that the help shows below the description."""

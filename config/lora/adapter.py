@@ -31,8 +31,7 @@ FILES = (CONFIG_FILE, WEIGHTS_FILE, NEW_TOKENS_FILE)
 
 MAX_VALUE = 65504.0
 """Maximum absolute value of a weight; for the second matrix, also after multiplication by the
-scale. This is the largest float16 number, so that no serving dtype overflows. Weights of trained
-adapters are below 100."""
+scale. This is the largest float16 number, so that no serving dtype overflows."""
 
 MAX_TENSORS_PER_MODULE = 4
 """Maximum tensors of an adapter per base module: two matrices, and copies of the base weight and
@@ -290,8 +289,8 @@ def _modules(
 def _check_base_values(
     adapter: Adapter, tensor: BaseTensor, weights: OpenWeights, base: BaseModules
 ) -> None:
-    """Raise ConfigError if `tensor` differs from the base model's tensor. A tensor that the base
-    model does not store is ignored with a warning."""
+    """Raise ConfigError if `tensor` differs from the base model's tensor. A tensor that
+    `BaseTensors.find` does not find is ignored with a warning."""
     found = base.tensors.find(tensor.name)
     if found is None:
         logger.warning(

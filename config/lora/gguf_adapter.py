@@ -54,12 +54,12 @@ class GgufPair(NamedTuple):
 
     base: BaseModule
     name: str
-    """Name of the adapted tensor in the file, for errors. If several modules share the tensor, it
-    ends with the module's name or the expert's index."""
+    """Name of the adapted tensor in the file, for errors, with the index of an expert. If several
+    modules share the tensor, the module's name follows, except for the first module."""
     a: Array
     """(rank, in); for an embedding (rank, tokens)."""
     b: Array
-    """(out, rank), multiplied by alpha / rank."""
+    """(out, rank), multiplied by alpha / rank unless alpha is 0 or absent."""
 
     @property
     def names(self) -> tuple[str, str]:

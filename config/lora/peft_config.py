@@ -42,7 +42,7 @@ _ACCEPTED = frozenset(
         *("lorap_lr_ratio", "lorap_emb_lr", "lora_dtype"),
     )
 )
-# Initialization methods that leave the base weights unchanged.
+# Initialization methods that leave the base weights unchanged when PEFT loads the adapter.
 _PLAIN_INITS = (
     *(True, False, None, "true", "false", "gaussian", "orthogonal", "eva", "lora_ga", "mica"),
 )

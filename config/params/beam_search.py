@@ -11,7 +11,7 @@ MAX_LENGTH_PENALTY = 10.0
 
 
 class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """Beam search parameters. Names and defaults are vLLM's; results equal the results of
+    """Beam search parameters. Names and defaults are vLLM's; the search has the semantics of
     transformers' `generate` with `num_beams`. Raises `UserError` when a value is out of range."""
 
     beam_width: int

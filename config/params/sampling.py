@@ -21,8 +21,8 @@ MAX_BAD_WORD_TOKENS = 64
 length."""
 MAX_LISTED_TOKENS = 300_000
 """Maximum number of token ids in the list fields of a request, times its sequences: each sequence
-has its own copy in the message, the engine and the worker. The limit is above any vocabulary
-size."""
+has its own copy in the message, the engine and the worker. The largest known vocabulary has 262,144
+tokens."""
 MAX_LISTED_BIASES = 65_536
 """Maximum number of `logit_bias` entries, times sequences. An entry costs several times as much as
 a token id in a list."""

@@ -240,7 +240,7 @@ class SingleEngineClient:
 
     @property
     def num_waiting_tokens(self) -> int:
-        """Prompt tokens that this front end has sent and that the engine has not scheduled yet."""
+        """Prompt tokens of this front end's requests that the engine has not scheduled yet."""
         return self._router.num_waiting_tokens
 
     def silent_s(self) -> float:

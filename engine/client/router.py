@@ -53,9 +53,9 @@ headroom for outputs, which the router cannot see."""
 
 PREFIX, BUSY, ROOM, LOAD = REASONS = ("prefix", "busy", "room", "load")
 """Reasons for choosing an engine. PREFIX: longest cached prefix. BUSY: the engine with the longest
-prefix is clearly busier. ROOM: the engine with the longest prefix has a full cache and only a short
-match. LOAD: no engine has cached a prefix; this engine has the fewest waiting and running tokens
-(Candidate.outstanding_tokens)."""
+prefix is clearly busier. ROOM: the engine with the longest prefix has only a short match, and its
+cache is filled more than FULL_SHARE. LOAD: no engine has cached a prefix; this engine has the
+fewest waiting and running tokens (Candidate.outstanding_tokens)."""
 
 
 class CachedPrefixes:
@@ -280,8 +280,7 @@ class RouterClient:
         return [engine for engine in self._engines if engine.is_alive]
 
     def _wanted_adapters(self, restarted: SingleEngineClient) -> Mapping[str, LoRAInfo]:
-        """Adapters that `restarted` must serve: the common adapters of the other running
-        engines."""
+        """Adapters that `restarted` must serve: `_common_adapters` of the other running engines."""
         return self._common_adapters([e for e in self._running if e is not restarted])
 
     def _common_adapters(self, running: Sequence[SingleEngineClient]) -> Mapping[str, LoRAInfo]:

@@ -56,8 +56,8 @@ class LockstepInbox:
 
     def take(self, *, has_work: bool) -> Sequence[Entry]:
         """Messages to process before the next step. Blocks until a request arrives if there is
-        no work. Raises exceptions found in the inbox, and EngineDied if the calls of the ranks
-        differ."""
+        no work. Raises exceptions found in the inbox, and EngineDied if this rank does not get a
+        request of rank 0 in time, or gets it with another prompt or other parameters."""
         while self._inbox.qsize():
             self._receive(None)
         while not has_work and not self._arrived:

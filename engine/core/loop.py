@@ -303,7 +303,7 @@ class EngineLoop:
         self._emit(message.key >> FRONT_END_SHIFT, StepOutput(step=0, finished=[finish]))
 
     def stop(self, reason: BaseException) -> None:
-        """Make `run` raise `reason` before its next step, or during its start."""
+        """Make `run` raise `reason`, before its next step at the latest."""
         self.stopped.stop(reason)
         self._inbox.put(reason)
 

@@ -292,7 +292,8 @@ def _answer(reference: Any) -> Any:
 
 @contextlib.contextmanager
 def _kept_signals() -> Any:
-    """Restore this process's SIGTERM handler on exit: Ray replaces it."""
+    """Restore this process's SIGTERM handler, which Ray replaces, at the end of the block. No-op on
+    a thread other than the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -68,7 +68,7 @@ CLOSED = "the process that isolates third-party code was closed"
 
 class CallKilled(Exception):
     """The process of a call ended without a result: it crashed, or used too much CPU time or
-    memory. A repeated call would fail again, except after CallInterrupted."""
+    memory. A repeated call would probably fail again, except after CallInterrupted."""
 
 
 class CallInterrupted(CallKilled):
@@ -149,7 +149,7 @@ class ForkServer:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the fork server; None before the start and after `close`."""
+        """Process id of the fork server; None while there is none."""
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:

@@ -70,8 +70,7 @@ def planned_buckets(config: EngineConfig) -> BucketConfig:
 
 
 def planned_table(config: EngineConfig, *, has_windows: bool = False) -> BucketTable:
-    """Bucket table for `config`; "auto" means the default strategy of a Gaudi. Raises ConfigError
-    for "exact"."""
+    """Bucket table for the `planned_buckets` of `config`. Raises ConfigError for "exact"."""
     buckets = planned_buckets(config)
     if buckets.strategy == "exact":
         raise ConfigError("the strategy 'exact' does not pad and has 0 buckets to show")

@@ -238,7 +238,7 @@ def _packages(packages: dict[str, str | None]) -> tuple[Finding, ...]:
 def _cache(folder: str, model: str) -> Finding:
     """Check that files can be created in the folder, or in its nearest existing parent if the
     folder does not exist."""
-    # A server must store these models in the folder; other models work without it.
+    # A server stores these models in the folder.
     level = ERROR if model in NAMES or model.lower().endswith(".gguf") else WARN
     existing = Path(folder)
     try:

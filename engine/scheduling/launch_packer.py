@@ -89,8 +89,8 @@ class LaunchPacker:
         )
 
     def must_split(self, num_requests: int, num_blocks: int) -> bool:
-        """Whether a decode of `num_requests` must be split into several launches: it has more block
-        references than the largest decode bucket, or its bucket is not prepared and may not be
+        """Whether a decode of `num_requests` must be split into several launches: it gathers more
+        blocks than the largest decode bucket, or its bucket is not prepared and may not be
         compiled."""
         limits = self._table.limits
         # Without prefix caching a decode may read a slice of the cache, which cannot be split.
@@ -123,7 +123,8 @@ class LaunchPacker:
 
     def prefill(self, chunks: list[Chunk]) -> list[tuple[Launch, list[Chunk]]]:
         """Launches for all chunks, each with its chunks in launch order. Sorts the chunks by length
-        and finds the cheapest partition by dynamic programming."""
+        and finds the cheapest partition by dynamic programming; with exact shapes, equal chunks are
+        divided evenly."""
         chunks = sorted(chunks, key=_shape)
         if self._table.is_exact and _shape(chunks[0]) == _shape(chunks[-1]):
             max_requests = self._max_requests(*_shape(chunks[0]))

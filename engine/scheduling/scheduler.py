@@ -34,8 +34,8 @@ YIELD_STEPS = 16
 """Minimum steps between two attempts to preempt requests in favour of a tenant below its share:
 each preemption recomputes a request."""
 RESERVED_STEPS = 8
-"""Steps for which a finished beam's index is reserved for its continuation. Longer than a front end
-takes to send the continuation."""
+"""Steps for which a finished beam's index is reserved for its continuation. Usually longer than a
+front end takes to send the continuation."""
 
 
 @dataclass(slots=True)

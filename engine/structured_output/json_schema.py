@@ -1,6 +1,7 @@
 """Checks a JSON schema before the grammar library compiles it, and removes keywords without effect.
 
-Rejects schemas that the library would partly ignore, not enforce, or never finish compiling.
+Rejects known kinds of schemas that the library would partly ignore, not enforce, or never finish
+compiling.
 """
 
 import re

@@ -144,8 +144,8 @@ class PairSocket(Generic[Sent, Received]):
         return _endpoint(self._socket)
 
     def send(self, message: Sent) -> bool:
-        """Send without blocking; returns False when the peer has left HIGH_WATER messages
-        unread."""
+        """Send without blocking; returns False when a listening socket has no peer, or when the
+        peer has left HIGH_WATER messages unread."""
         return _send(self._socket, self._encode(message), self._segments)
 
     def receive(self) -> Received | None:

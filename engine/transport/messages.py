@@ -159,8 +159,8 @@ class Finish(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     decode_s: float = 0.0
     num_preemptions: int = 0
     param: str | None = None
-    """Request parameter that `error` is about; empty for the request as a whole, None for an
-    internal error."""
+    """Request parameter that `error` is about, if the request caused the error; empty for the
+    request as a whole, None for other errors."""
     is_retryable: bool = False
     """Whether a retry may succeed later, for example because the engine is asleep."""
     is_timeout: bool = False

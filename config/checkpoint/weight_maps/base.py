@@ -220,7 +220,7 @@ class WeightMap:
     """Whether the vision tower is loaded too; a separate map has its tensors."""
 
     def entries(self) -> Iterator[WeightSpec]:
-        """Every tensor that a checkpoint must contain."""
+        """The tensors of `outer` and `layers`, with full names and parameter paths."""
         yield from self.outer
         for index, layer in enumerate(self.layers):
             name, parameter = f"{self.layer_prefix}{index}.", f"{self.parameter_prefix}{index}."

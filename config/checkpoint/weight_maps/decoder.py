@@ -75,7 +75,7 @@ def decoder_weight_map(
         ),
         layer_prefix=layers,
         parameter_prefix="model.layers.",
-        # Checkpoints without a head omit the prefix.
+        # Checkpoints without a head may omit the prefix.
         default_prefix=root,
         known_prefixes=(root, head, "score."),
         ignored_prefixes=tuple(ignored),

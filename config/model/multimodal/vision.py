@@ -99,8 +99,8 @@ caches 210 MB per image."""
 
 
 def encoder_cache_rows(max_model_len: int, max_num_batched_tokens: int) -> int:
-    """Number of image embeddings that a worker caches: enough for the tokens of a step and for the
-    largest image that fits the context."""
+    """Number of image embeddings that a worker caches: enough for the tokens of a step, and for an
+    image of up to MAX_IMAGE_ROWS embeddings that fits the context."""
     return max(max_num_batched_tokens, min(max_model_len, MAX_IMAGE_ROWS))
 
 
