@@ -146,7 +146,7 @@ class Backend(Protocol):
 
     def advice(self, error: Exception) -> str:
         """What to try after `error`, raised by work on the device, as the end of a sentence; empty
-        if the device has no other way to run."""
+        without advice."""
         return ""
 
     def synchronize(self) -> None:
@@ -206,8 +206,8 @@ class Backend(Protocol):
 
     def upload(self, target: Tensor, source: Tensor) -> None:
         """Copy a host tensor into a device tensor of the same shape. Does not wait for the copy,
-        except for large tensors on a Gaudi and on a device that shares the host's memory; a Gaudi
-        also waits for the launch that reads `target`.
+        except for large tensors on a Gaudi, for unpinned tensors on a GPU, and on a device that
+        shares the host's memory; a Gaudi also waits for the launch that reads `target`.
 
         The source must not change until an `event()` created after the call is done.
         """
@@ -240,8 +240,9 @@ class Backend(Protocol):
         return None
 
     def compiled(self, function: Function) -> Function:
-        """Compile `function`, a pure function of tensors, as a whole or run it as a single recipe,
-        on a device that compiles. The first call with new shapes compiles."""
+        """The form of `function`, a pure function of tensors, that this device runs fastest:
+        compiled as a whole, run as a single recipe, or unchanged. The first call with new shapes
+        may compile."""
         return function
 
     def begin_load(self, patcher: IncCompressor | None = None) -> None:

@@ -37,8 +37,8 @@ class PagePrefaulter:
         """Start to pre-fault the first blocks. `close` must follow at the end."""
 
     def step(self, new_blocks: Iterable[int]) -> AbstractContextManager[None]:
-        """Context of a running step. `new_blocks`: indices of the blocks that the step
-        allocates."""
+        """Context of a running step. `new_blocks`: indices of the blocks that the step adds to
+        requests."""
         return nullcontext()
 
     def close(self) -> None:
