@@ -116,8 +116,9 @@ class Backend(Protocol):
     in its constructor and leaves them in `close`."""
 
     def dtype_for(self, model_config: ModelConfig, *, is_plain: bool = True) -> torch.dtype:
-        """Default dtype for a model: the checkpoint's dtype if it is fast, else `default_dtype`.
-        `is_plain`: a built-in decoder with all layers and all experts on this rank."""
+        """Dtype of a model with --dtype auto: the checkpoint's dtype if it is fast, else
+        `default_dtype`, unless the device overrides it. `is_plain`: a built-in decoder with all
+        layers and all experts on this rank."""
         dtype = getattr(torch, model_config.dtype, None)
         return dtype if dtype in self.fast_dtypes else self.default_dtype
 

@@ -89,7 +89,7 @@ logger = logging.getLogger(__name__)
 
 
 MAX_SHAPES = 1 << 16
-"""Limit on shapes per compiled function: more than the buckets of any table times the compiled
+"""Limit on shapes per compiled function: more than the buckets of a usual table times the compiled
 parts of a layer."""
 
 ASYNCHRONOUS_BYTES = 1 << 20

@@ -16,8 +16,8 @@ AHEAD_BYTES = 256 << 20
 """Bytes to pre-fault beyond the highest block that any step has used, over all caches."""
 
 PIECE_BYTES = 2 << 20
-"""Bytes to pre-fault per iteration, over all caches: a huge page, but at least a block. A step that
-starts may have to wait for one cache's part of these bytes."""
+"""Bytes to pre-fault per iteration, over all caches: a huge page, rounded up to whole blocks. A
+step that starts may have to wait for one cache's part of these bytes."""
 
 QUIET_S, START_S = 0.05, 1.0
 """Idle time after a step before the thread resumes pre-faulting, and its initial delay, in which
