@@ -116,8 +116,9 @@ class Backend(Protocol):
     in its constructor and leaves them in `close`."""
 
     def dtype_for(self, model_config: ModelConfig, *, is_plain: bool = True) -> torch.dtype:
-        """Default dtype for a model: the checkpoint's dtype if it is fast, else `default_dtype`.
-        `is_plain`: a built-in decoder with all layers and all experts on this rank."""
+        """Dtype of a model with --dtype auto: the checkpoint's dtype if it is fast, else
+        `default_dtype`, unless the device overrides it. `is_plain`: a built-in decoder with all
+        layers and all experts on this rank."""
         dtype = getattr(torch, model_config.dtype, None)
         return dtype if dtype in self.fast_dtypes else self.default_dtype
 
@@ -146,7 +147,7 @@ class Backend(Protocol):
 
     def advice(self, error: Exception) -> str:
         """What to try after `error`, raised by work on the device, as the end of a sentence; empty
-        if the device has no other way to run."""
+        without advice."""
         return ""
 
     def synchronize(self) -> None:
@@ -206,8 +207,8 @@ class Backend(Protocol):
 
     def upload(self, target: Tensor, source: Tensor) -> None:
         """Copy a host tensor into a device tensor of the same shape. Does not wait for the copy,
-        except for large tensors on a Gaudi and on a device that shares the host's memory; a Gaudi
-        also waits for the launch that reads `target`.
+        except for large tensors on a Gaudi, for unpinned tensors on a GPU, and on a device that
+        shares the host's memory; a Gaudi also waits for the launch that reads `target`.
 
         The source must not change until an `event()` created after the call is done.
         """
@@ -240,8 +241,9 @@ class Backend(Protocol):
         return None
 
     def compiled(self, function: Function) -> Function:
-        """Compile `function`, a pure function of tensors, as a whole or run it as a single recipe,
-        on a device that compiles. The first call with new shapes compiles."""
+        """The form of `function`, a pure function of tensors, that this device runs fastest:
+        compiled as a whole, run as a single recipe, or unchanged. The first call with new shapes
+        may compile."""
         return function
 
     def begin_load(self, patcher: IncCompressor | None = None) -> None:

@@ -110,10 +110,9 @@ class CallGraph:
 
 class CpuBackend(Backend):
     """The CPU with `num_threads` compute threads (None: the usable cores, divided among the ranks).
-    `kernels`: folder of the compiled kernels, which are built if missing, when the first model
-    needs them; None: use torch's own operators. `int8_activations`: see
-    EngineConfig.cpu_int8_activations. `ranks` communicate over gloo. `on_step` is called while the
-    kernels are built."""
+    `kernels`: folder of the compiled kernels, which the first use builds if they are missing; None:
+    use torch's own operators. `int8_activations`: see EngineConfig.cpu_int8_activations. `ranks`
+    communicate over gloo. `on_step` is called while the kernels are built."""
 
     name = "cpu"
     card = driver = software = ""
@@ -150,8 +149,8 @@ class CpuBackend(Backend):
         self._token_cost = self._logits_cost = 0
         """Multiplications of the prepared model per token, and per row of logits."""
         self._weights_per_use = 1.0
-        """Weights that a large launch reads divided by the weights multiplied per token: above 1
-        for a mixture of experts."""
+        """Weights that a large launch reads divided by the weights multiplied per token: 1 for a
+        dense model."""
         self._library: Library | None = None
         """The compiled kernels, if open."""
         self._open: Callable[[], Library | None] = lambda: None

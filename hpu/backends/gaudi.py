@@ -89,7 +89,7 @@ logger = logging.getLogger(__name__)
 
 
 MAX_SHAPES = 1 << 16
-"""Limit on shapes per compiled function: more than the buckets of any table times the compiled
+"""Limit on shapes per compiled function: more than the buckets of a usual table times the compiled
 parts of a layer."""
 
 ASYNCHRONOUS_BYTES = 1 << 20
@@ -119,11 +119,11 @@ class HpuGraph:
     """A function wrapped by the runtime, with a single cached graph, since its inputs have fixed
     shapes.
 
-    Inputs that the capture matched (tensors that are not views) are read in place by a replay
-    (bridge, habana_device/HPUGraph.cpp, replayV3). With the tensor cache, a replay copies inputs
-    into the captured inputs (torch/hpu/graphs.py, copy_to), except captured inputs themselves.
-    Without the tensor cache, intermediates are freed, so graphs share their memory. Every replay
-    writes the same output tensors.
+    With the tensor cache, a replay copies inputs into the captured inputs (the bridge's
+    torch/hpu/graphs.py, copy_to), except captured inputs themselves. Without the tensor cache, a
+    replay reads inputs in place if the capture matched them (tensors that are not views;
+    habana_device/HPUGraph.cpp, replayV3), and intermediates are freed, so graphs share their
+    memory. Every replay writes the same output tensors.
     """
 
     def __init__(
@@ -437,8 +437,8 @@ class GaudiBackend(Backend):
         return Fp8Range(GENERATIONS[card].fp8_max, self._execution.convert_to_fp8uz)
 
     def _mxfp4_method(self, experts: Mxfp4Experts) -> MoEMethod | None:
-        """The method for experts that stay in MXFP4, if --native-mxfp4 is on. Raises ConfigError if
-        the runtime has no operator for it."""
+        """The method for experts that stay in MXFP4; None without --native-mxfp4, and for experts
+        with partial blocks. Raises ConfigError if the runtime has no operator for it."""
         if not (self._execution.native_mxfp4 and experts.has_whole_blocks):
             return None
         overload = "bias_mxfp4_fused_weights"
@@ -617,8 +617,8 @@ class GaudiBackend(Backend):
         backend/habana_device/HPUGraph.cpp). Raises ConfigError if another capture fails, or if
         launches still do nothing after it.
         """
-        # Free what the failed capture left: on a full card not even a small graph fits beside it.
-        # The runtime has no call that empties its caches; freed memory returns to the runtime.
+        # Free what the failed capture left: a full card may have no room for another graph. The
+        # runtime has no call that empties its caches; freed memory returns to the runtime.
         gc.collect()
         self._htcore.mark_step()
         self._hpu.synchronize()
@@ -690,8 +690,8 @@ class GaudiBackend(Backend):
         getattr(core, name if hasattr(core, name) else old_name)(*args, **options)
 
     def _can_split(self, model: nn.Module, patcher: IncCompressor | None) -> bool:
-        """Whether --split-qkv can split matmuls of `model` into Q, K and V. False with a `patcher`,
-        which replaces merged layers. Logs how many layers keep a merged matmul."""
+        """Whether --split-qkv applies to `model`: not with a `patcher`, which replaces merged
+        layers. Logs how many layers keep a merged matmul."""
         projections = [item for item in model.modules() if isinstance(item, QKVParallelLinear)]
         merged = [item for item in projections if patcher or not isinstance(item.weight, Tensor)]
         if merged:

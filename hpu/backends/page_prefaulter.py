@@ -16,8 +16,8 @@ AHEAD_BYTES = 256 << 20
 """Bytes to pre-fault beyond the highest block that any step has used, over all caches."""
 
 PIECE_BYTES = 2 << 20
-"""Bytes to pre-fault per iteration, over all caches: a huge page, but at least a block. A step that
-starts may have to wait for one cache's part of these bytes."""
+"""Bytes to pre-fault per iteration, over all caches: a huge page, rounded up to whole blocks. A
+step that starts may have to wait for one cache's part of these bytes."""
 
 QUIET_S, START_S = 0.05, 1.0
 """Idle time after a step before the thread resumes pre-faulting, and its initial delay, in which
@@ -37,8 +37,8 @@ class PagePrefaulter:
         """Start to pre-fault the first blocks. `close` must follow at the end."""
 
     def step(self, new_blocks: Iterable[int]) -> AbstractContextManager[None]:
-        """Context of a running step. `new_blocks`: indices of the blocks that the step
-        allocates."""
+        """Context of a running step. `new_blocks`: indices of the blocks that the step adds to
+        requests."""
         return nullcontext()
 
     def close(self) -> None:

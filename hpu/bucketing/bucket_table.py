@@ -26,8 +26,8 @@ MAX_CACHED_LOOKUPS = 65_536
 class Lookup:
     """Bucket of a launch, and whether it was prepared.
 
-    `hit`: the bucket was prepared. `fallback`: this lookup created the bucket, because no bucket
-    held the launch. `miss`: an earlier fallback created the bucket.
+    `hit`: the bucket was prepared, or the table is exact. `fallback`: this lookup created the
+    bucket, because no bucket held the launch. `miss`: an earlier fallback created the bucket.
     """
 
     bucket: Shape
@@ -114,8 +114,8 @@ class BucketTable:
 
     @property
     def reachable(self) -> list[Bucket]:
-        """Subset of `buckets` that a launch can use. A bucket is unreachable if a bucket with fewer
-        blocks already holds the longest contexts of the batch."""
+        """`buckets` without unreachable buckets. With prefix caching, a bucket is unreachable if a
+        bucket of the same batch and query with fewer blocks holds the longest contexts."""
         limits = self.limits
         if not limits.prefix_caching:
             # A decode may read a slice of the cache, regardless of how few blocks its sequences
@@ -128,7 +128,7 @@ class BucketTable:
             if (phase, batch, query) in complete:
                 continue
             reachable.append(bucket)
-            # A prefill pads the context of each sequence, a decode the blocks of the whole batch.
+            # A prefill pads the context of each row, a decode the blocks of the whole batch.
             if blocks >= limits.blocks_per_seq * (batch if phase == DECODE else 1):
                 complete.add((phase, batch, query))
         return reachable

@@ -24,8 +24,8 @@ def exponential_points(
     """`low`, and at most `limit` points up to `high`, in a constant ratio; only the last point if
     `limit` is 1 or `low` is at least `high`.
 
-    Points are rounded up to multiples of `step`; with `fill` a duplicate is replaced by the nearest
-    unused multiple. The last point is `high`, rounded up unless `exact_last`.
+    The last point is `high`. The points after `low` are rounded up to multiples of `step`, the last
+    point unless `exact_last`. With `fill` a duplicate is replaced by the nearest unused multiple.
     """
     last = high if exact_last else step * math.ceil(high / step)
     if limit <= 1 or low >= high:

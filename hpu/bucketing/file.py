@@ -29,7 +29,7 @@ def parse_buckets(text: str, name: str = "bucket file") -> Shapes:
     Each element is a number, a list, or range([start, ]end[, step]). A range with a start includes
     its end if the step divides their difference, as in the example of the plug-in's documentation.
     A line yields all combinations of its elements. A query of 1 is a decode bucket. `#` starts a
-    comment.
+    comment. Raises ConfigError.
     """
     prompts: dict[Shape, None] = {}
     decodes: dict[Shape, None] = {}

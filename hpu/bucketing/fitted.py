@@ -104,8 +104,8 @@ _PHASES = (PREFILL, DECODE)
 
 def padding_of(launches: Launches, buckets: list[Bucket], limits: BucketLimits) -> list[Padding]:
     """Use of each of `buckets` by `launches`; unused buckets are included. A batch of prompts that
-    exceeds a bucket's batch counts as several launches of the bucket; a launch that fits no bucket
-    counts without padding, for the first bucket."""
+    exceeds a bucket's batch has the cost of several launches; a launch that fits no bucket counts
+    for the first bucket, without padding."""
     shapes, weights = _arrays(launches)
     table = np.array(buckets, np.int64)
     costs = _costs(shapes, table, limits)

@@ -1,7 +1,7 @@
 """Strategies `linear` and `padding-aware`: every combination of points on user-configurable ranges.
 
 `linear` uses all multiples of a step (and smaller points below it), with the defaults of the Gaudi
-README of vLLM's fork. `padding-aware` uses as few points as its padding limits allow.
+README of vLLM's fork. `padding-aware` leaves out multiples within its padding limits.
 """
 
 import itertools
@@ -47,7 +47,7 @@ def range_axes(config: BucketConfig, limits: BucketLimits) -> tuple[Axes, Axes]:
 
 
 def range_buckets(config: BucketConfig, limits: BucketLimits) -> Shapes:
-    """Prompt and decode buckets."""
+    """Prompt and decode buckets of `linear` or `padding-aware`."""
     points = linear_points if config.strategy == "linear" else padding_points
     prompts, decodes = range_axes(config, limits)
     batch, query, context = (points(*axis) for axis in prompts.values())
@@ -57,7 +57,8 @@ def range_buckets(config: BucketConfig, limits: BucketLimits) -> Shapes:
 
 
 def linear_points(low: int, step: int, high: int) -> list[int]:
-    """Powers-of-two multiples of `low` below `step`, then every multiple of `step` up to `high`.
+    """Powers-of-two multiples of `low` below `step`, then the multiples of `step` from `low` to
+    `high`.
 
     If `low` is 0: 0, then the points from `step`. Rule and examples: bucketing chapter of Gaudi's
     vLLM guide.

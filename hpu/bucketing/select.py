@@ -28,8 +28,8 @@ GAUDI_STRATEGY, POOLING_STRATEGY = "fitted", "exponential-v3"
 unless configured ranges need another strategy."""
 
 GRAPHS_PER_DOUBLING = 13
-"""Fitted buckets per doubling of the blocks of a full context: with blocks of 128, 78 buckets for
-8192 tokens and 130 for 131,072."""
+"""Maximum fitted buckets per doubling of the blocks of a full context: with blocks of 128, 78
+buckets for 8192 tokens and 130 for 131,072."""
 
 
 def generate_buckets(config: BucketConfig, limits: BucketLimits) -> Shapes:

@@ -15,8 +15,8 @@ Launches = dict[Bucket, float]
 """Frequency of each (phase, batch, query, blocks) before padding."""
 
 SAMPLE = 512
-"""Number of requests drawn from the traffic, unless the highest load needs more or the traffic has
-fewer. More requests hardly change the boundaries."""
+"""Number of requests drawn from the traffic, unless the highest load needs more or traffic without
+weights has fewer. More requests hardly change the boundaries."""
 
 LOADS = 12
 """Maximum number of simulated loads, from 1 sequence to max_num_seqs, in a constant ratio."""
@@ -33,7 +33,7 @@ GENERAL_SIGMAS = (0.8, 0.7)
 """Standard deviations of the logarithms of the general prompt and output lengths."""
 
 WAVES, LEAST_REQUESTS = 4, 64
-"""Requests simulated at a load: WAVES times the load, at least LEAST_REQUESTS."""
+"""Requests simulated at a load: WAVES times the load, at least LEAST_REQUESTS, at most all."""
 
 GENERAL_SPREAD = (0.7, 0.85, 1.0, 1.2, 1.45)
 
@@ -102,7 +102,7 @@ def _spread(launches: Launches, limits: BucketLimits) -> Launches:
 
 
 def with_rare(launches: Launches, limits: BucketLimits) -> Launches:
-    """`launches` plus a few prompts and decodes of every size: sizes missing in the traffic may
+    """`launches` plus a few prompts and decodes of many sizes: sizes missing in the traffic may
     still occur, and should not be padded to the largest bucket."""
     queries = {limits.max_query >> i for i in range(8)} - {0}
     contexts = {0, *(limits.max_context_blocks // part for part in (8, 4, 2))}

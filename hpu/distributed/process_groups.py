@@ -195,8 +195,8 @@ class ProcessGroups(NamedTuple):
     pipeline: ProcessGroup = SINGLE
     """One rank of each pipeline stage."""
     expert: ProcessGroup = SINGLE
-    """All ranks of a pipeline stage, over which experts are distributed; an ExpertGroup if there
-    are several ranks."""
+    """All ranks of a pipeline stage in all replicas, for expert parallelism; an ExpertGroup if
+    there are several ranks."""
     data: ProcessGroup = SINGLE
     """The ranks with the same stage and shard, one of each replica."""
     host: ProcessGroup = SINGLE

@@ -173,7 +173,7 @@ def _cards_in_use(
     machine: Machine, cards: list[DetectedCard], num_cards: int, rank: int | None
 ) -> list[Finding]:
     """Findings about cards in use. Includes an error if too few of `cards` are free: `num_cards`
-    are needed; with `rank`, only this worker's card (any card, if no variable determines it)."""
+    are needed; with `rank`, only this worker's card (any card, if its module is unknown)."""
     in_use = lines_of_used_cards(tuple(cards))
     free = [card for card in cards if not card.holders]
     remedy = "end it, or wait: a card stays busy for some seconds after its process has ended"

@@ -40,8 +40,7 @@ class CrossAttention(nn.Module):
 
     def bind(self, keys: Tensor, values: Tensor) -> None:
         """Use these caches, (tiles, embeddings per tile, kv_heads, head_dim) each. The last tile is
-        padding: requests with fewer tiles than the launch read it, and only tokens before their
-        first image give it weight (see CrossMetadata)."""
+        padding, which requests with fewer tiles than the launch read behind a mask."""
         self._keys, self._values = keys, values
 
     def write(self, tiles: Tensor, embeddings: Tensor) -> None:

@@ -67,8 +67,8 @@ class PrefillAttentionInputs(NamedTuple):
     context_lens: Tensor
     """(B): cached tokens of each sequence; at most C * block_size."""
     block_list: Tensor
-    """(B * C): physical blocks of the cached context of each sequence in turn, padded with the
-    pad block."""
+    """(B * C): physical blocks of the cached context of each sequence in turn, padded with any
+    blocks."""
     features: FeatureInputs = NO_FEATURES
 
 
@@ -81,8 +81,8 @@ class DecodeAttentionInputs(NamedTuple):
     slot_mapping: Tensor
     """(B): slot of each token's K and V; the blocks below already include it."""
     block_list: Tensor
-    """(N): physical blocks of sequence 0, then of sequence 1, ...; padded with the pad block.
-    Unused if the cache is read as a single slice: then entry i describes block i."""
+    """(N): physical blocks of sequence 0, then of sequence 1, ...; padded with any blocks. Unused
+    if the cache is read as a single slice: then entry i describes block i."""
     block_groups: Tensor
     """(N): batch index of each block's sequence; -1 for padding and for blocks outside the batch.
     """
@@ -117,7 +117,7 @@ AttentionInputs = PrefillAttentionInputs | DecodeAttentionInputs | TextAttention
 
 
 def rotated_positions(inputs: AttentionInputs) -> Tensor:
-    """Positions for rotations: (B, Q), or (3, B, Q) with M-RoPE."""
+    """Positions for rotations: (B, Q), or (3, B, Q) for a prefill with M-RoPE."""
     rope_positions = inputs.features.rope_positions
     return inputs.positions if rope_positions is None else rope_positions
 
@@ -198,8 +198,8 @@ class CrossMetadata(NamedTuple):
     mask: Tensor
     """(B, 1, Q, K * embeddings per tile) additive float32 mask."""
     has_images: Tensor
-    """(B, Q, 1) bool: tokens of requests with images. Tokens before the first image see all tiles,
-    padding included, as in transformers."""
+    """(B, Q, 1) bool: tokens of requests with images. Tokens before the first image see all tiles
+    of the request, padding tiles of its images included, as in transformers."""
     sees_images: Tensor
     """(B, Q, 1) bool: tokens after the first image. For other tokens the MLP adds nothing."""
 
@@ -294,10 +294,10 @@ def build_metadata(
 
     `kinds`: distinct visibilities of the model's layers. `form`: mask form of the fused kernels;
     None: plain operations. `contiguous`: whether entry i of a decode describes block i of the
-    cache. `causal`: whether tokens of TextAttentionInputs see only earlier tokens (tokens of the
-    other inputs always do, apart from tokens of a run of image tokens). `alibi_slopes` (heads)
-    float32: masks get a heads dimension, and add slope * (key - query) to the scores; not applied
-    to TextAttentionInputs without causality. `rings`: ring of each kind; None: no rings.
+    cache. `causal`: whether tokens of TextAttentionInputs see no later tokens (tokens of the other
+    inputs never do, apart from tokens of a run of image tokens). `alibi_slopes` (heads) float32:
+    masks get a heads dimension, and add slope * (key - query) to the scores; not applied to
+    TextAttentionInputs without causality. `rings`: ring of each kind; None: no rings.
     """
     rings = (None,) * len(kinds) if rings is None else rings
     if form is not None and alibi_slopes is not None:
@@ -327,7 +327,7 @@ def build_metadata(
 
 
 def state_metadata(inputs: AttentionInputs) -> StateMetadata:
-    """State inputs that layers derive from the inputs of a launch."""
+    """Inputs of layers with a state, derived from the inputs of a launch."""
     if isinstance(inputs, TextAttentionInputs):
         lengths = inputs.lengths
         none = torch.zeros_like(lengths)
@@ -364,8 +364,8 @@ def with_block_index(
 
 def cross_metadata(tiles: Tensor, spans: Tensor, embeddings_per_tile: int) -> CrossMetadata:
     """Cross-attention inputs for the `tiles` (B, K) of each row. `spans` (2, B, Q): first tile that
-    a token sees, and end of the range. A token before the first image has the span (-1, all tiles),
-    a token of a text without images (0, 0)."""
+    a token sees, and end of the range. A token before the first image has the span (-1, number of
+    the request's tiles), a token of a text without images (0, 0)."""
     batch, count = tiles.shape
     first, end = spans.unsqueeze(-1).unbind(0)
     numbers = torch.arange(count, device=tiles.device)
@@ -451,7 +451,8 @@ def _text_metadata(
         masks = tuple(_new_mask(kind, length, None, slopes, device) for kind in kinds)
     else:
         keys = torch.arange(length, device=device)
-        # A padding row sees a token: minus infinity for all keys would give NaN.
+        # A padding row sees a token: MASKED is minus infinity in float16, and a row that sees no
+        # key would be NaN.
         lengths = inputs.lengths.clamp_min(1).view(batch, 1, 1, 1)
         masks = (as_mask(keys < lengths),) * len(kinds)
         if form is not None:
@@ -523,8 +524,8 @@ def _joined_masks(masks: Masks, contexts: Masks, positions: Tensor, form: Attent
 
 
 def _slices(inputs: PrefillAttentionInputs, mask: Tensor, size: int) -> tuple[ContextSlice, ...]:
-    """Slices of the cached context of at most `size` tokens, at least one block. `mask` (B, 1, 1, C
-    * block_size)."""
+    """Slices of the cached context: at most `size` tokens, or a single block if a block is larger.
+    `mask` (B, 1, 1, C * block_size)."""
     table = inputs.block_list.view(inputs.positions.shape[0], -1)
     block_size = mask.shape[-1] // table.shape[1]
     count = max(1, size // block_size)
@@ -546,8 +547,8 @@ def _ring_slots(
     is_real: Tensor,
 ) -> Tensor:
     """Slots of new tokens at `positions` in the rings of the requests `indices`, whose lengths are
-    `ends`. `indices` and `ends` broadcast against `positions`. Padding, and tokens that no later
-    token sees, are written to the padding ring."""
+    `ends`. `indices` and `ends` broadcast against `positions`. Padding, and tokens before the last
+    `num_blocks` logical blocks, are written to the padding ring."""
     logical = positions // block_size
     is_kept = is_real & (logical > (ends - 1) // block_size - ring.num_blocks)
     indices = torch.where(is_kept, indices, ring.pad_index)

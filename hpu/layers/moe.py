@@ -181,7 +181,7 @@ class Experts(nn.Module):
     def use_kernels(self, kernels: Kernels) -> None:
         """Switch to the device's fused kernel, if it has a kernel for these experts."""
         if self.keeps_method or self.w13_weight is None or self.w2_weight is None:
-            # The method has kernels for its own weights.
+            # A method without these weights has kernels for its own weights.
             return
         w2_bias: Tensor | None = self.w2_bias
         if w2_bias is not None and self.applied_w2_bias is None:

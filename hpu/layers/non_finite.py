@@ -49,7 +49,8 @@ def saturated(x: Tensor) -> Tensor:
 
 
 class NonFiniteGuard(nn.Module):
-    """Makes all hidden states of a prompt NaN if any of its tokens is not finite.
+    """Makes all hidden states of a prompt in a launch NaN if a token of the prompt so far is not
+    finite.
 
     Attention that zeroes keys and values hides a non-finite token from later tokens. A flag per
     KV-cache slot records whether its token is non-finite. The flag is written, moved and shared
@@ -70,7 +71,7 @@ class NonFiniteGuard(nn.Module):
         self._block_size = block_size
 
     def forward(self, hidden: Tensor, inputs: AttentionInputs) -> Tensor:
-        """`hidden` (B, Q, hidden) with every token of a non-finite prompt set to NaN; a decode is
+        """`hidden` (B, Q, hidden) with the tokens of non-finite prompts set to NaN; a decode is
         returned unchanged. Writes the flags of the launch's tokens, if flags are bound."""
         is_bad = (~(hidden.abs() < math.inf)).any(-1)
         if isinstance(inputs, TextAttentionInputs):

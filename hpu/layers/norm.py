@@ -14,8 +14,8 @@ RmsNormKernel = Callable[[Tensor, Tensor, float], Tensor]
 
 
 class RMSNorm(nn.Module):
-    """RMS norm over the last dimension, computed in the dtype of `weight`; returns the dtype of the
-    hidden states. `weight` (size) is allocated, not filled."""
+    """RMS norm over the last dimension of the hidden states, cast to the dtype of `weight`; returns
+    the dtype of the hidden states. `weight` (size) is allocated, not filled."""
 
     def __init__(self, size: int, eps: float, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class RMSNorm(nn.Module):
 
 
 class QKNorm(nn.Module):
-    """Norm of each query and key head, in the dtype of `weight`. `weight` (heads + kv_heads,
+    """Norm of each query and key head, cast to the dtype of `weight`. `weight` (heads + kv_heads,
     head_dim) has a row per head, so that a single multiplication scales queries and keys."""
 
     def __init__(
@@ -120,8 +120,8 @@ class FullQKNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """Layer norm over the last dimension, computed in the dtype of `weight`; returns the dtype of
-    the hidden states. `weight` and `bias` (hidden) are allocated, not filled."""
+    """Layer norm over the last dimension of the hidden states, cast to the dtype of `weight`;
+    returns the dtype of the hidden states. `weight` and `bias` (size) are allocated, not filled."""
 
     def __init__(
         self,

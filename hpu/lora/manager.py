@@ -341,9 +341,9 @@ class LoRAManager(Adapters):
 def keep_adapted_experts(
     config: LoRAConfig, model_config: ModelConfig, model: nn.Module, download_dir: str | None
 ) -> None:
-    """Prevent fused operators from replacing the MoEMethod if experts have adapters. Must be called
-    before `model` is prepared for its device. Raises ConfigError if the router weights scale the
-    inputs of the experts."""
+    """If experts have adapters, prevent fused operators from replacing their MoEMethod, and raise
+    ConfigError if the router weights scale their inputs. Must be called before `model` is prepared
+    for its device."""
     if EXPERTS not in extra_targets(config, BaseModules(model_config), download_dir):
         return
     for module in model.modules():

@@ -13,9 +13,9 @@ class Acquisition:
     """Ownership of a card: acquired at the first use, released by `release` or at the end of the
     process.
 
-    `touch` raises RuntimeError if another process has the card or released it less than
-    `release_delay_s` ago (with the driver's text), or if this process is a fork of the owner (which
-    hangs on a real card).
+    `touch` raises RuntimeError if this process is a fork of the owner (which hangs on a real card)
+    and, with a `lock_dir`, if another process has the card or released it less than
+    `release_delay_s` ago (with the driver's text).
     """
 
     def __init__(self, config: EmulatorConfig, variables: RuntimeVariables) -> None:

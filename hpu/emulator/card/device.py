@@ -294,7 +294,7 @@ class EmulatedDevice:
         self.stream_state.use(reads, writes, op, self.counters.misuse)
 
     def close_segment(self) -> None:
-        """End the lazy segment, or this part of a compiled region, and launch it."""
+        """End the segment of collected ops, and launch it."""
         self._base_versions.clear()
         if self.segment.has_ops():
             if recording := self.recording:

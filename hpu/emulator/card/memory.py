@@ -36,7 +36,7 @@ class Allocation:
 class Memory:
     """`in_use` = live storages + graphs + the largest workspace of all recipes.
 
-    An allocation that does not fit raises RuntimeError with the runtime's text and changes nothing.
+    An allocation that does not fit raises RuntimeError and changes nothing.
     """
 
     def __init__(self, config: EmulatorConfig) -> None:

@@ -203,7 +203,8 @@ def storage_of(tensor: Tensor) -> int:
 
 
 def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
-    """`value` with `change` applied to everything except lists, tuples, dicts and CONSTANTS."""
+    """`value` with `change` applied to everything in nested lists, tuples and dicts except
+    CONSTANTS."""
     if type(value) in CONSTANTS:
         return value
     if isinstance(value, Tensor):

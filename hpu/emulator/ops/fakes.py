@@ -150,7 +150,7 @@ FAKES: dict[str, Callable[..., Any]] = {
 
 
 def register_fakes() -> Library:
-    """Register all fakes; destroying the library removes them."""
+    """Register the fakes of the defined ops; destroying the library removes them."""
     library = Library("hpu", "FRAGMENT")  # type: ignore[no-untyped-call]  # torch's own
     for name, fake in FAKES.items():
         if hasattr(torch.ops.hpu, name):
