@@ -123,13 +123,13 @@ class Peers:
 
 
 class ForwardedResponse(Response):
-    """The response of `peer` to a request with the JSON body `body`."""
+    """The response of `peer` to `request`, with `body` as JSON if it is not None."""
 
     def __init__(self, peer: Peer, request: Request, body: Any = None) -> None:
         super().__init__()
         self._peer = peer
         record = record_of(request.scope)
-        # The peer logs and counts the request.
+        # The peer logs and counts the requests that it receives.
         record.is_forwarded = True
         excluded = (b"content-length", b"transfer-encoding", b"x-request-id")
         headers = [(name, value) for name, value in request.headers.raw if name not in excluded]
