@@ -91,8 +91,8 @@ def _block(part: MessagePart, *, is_cut: bool, shows_reasoning: bool) -> Block:
 
 def _input(arguments: str, is_cut: bool) -> str:
     """Arguments of a call as JSON, normally an object. Invalid arguments of a truncated call keep
-    the part that can be parsed; other invalid arguments become an empty object, since partial
-    arguments may have another effect."""
+    the part that can be parsed, if possible; other invalid arguments become an empty object, since
+    partial arguments may have another effect."""
     whole = object_of(arguments)
     if whole is not None:
         return whole

@@ -80,8 +80,7 @@ class ThinkingChoice(Body):
 
 
 class ContextManagement(Body):
-    """Context edits, which Anthropic applies once a prompt exceeds a threshold. This server
-    accepts them and never edits the prompt."""
+    """Context edits, which have no effect: this server never edits the prompt."""
 
     edits: Tools | None = None
 

@@ -71,7 +71,7 @@ _MESSAGES_ERROR = {
 
 
 class DescribedApi(FastAPI):
-    """FastAPI whose OpenAPI schema includes this server's request bodies, and is encoded once."""
+    """FastAPI whose OpenAPI schema includes this server's request bodies and is cached as JSON."""
 
     _encoded = b""
 

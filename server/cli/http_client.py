@@ -99,8 +99,8 @@ class HttpClient:
         api_key: str | None = None,
         headers: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """`base_url`: an HTTP or HTTPS URL, or unix: followed by the path of a socket. Raises
-        ConfigError for another URL."""
+        """`base_url`: an HTTP or HTTPS URL (default: HTTP), or unix: followed by the path of a
+        socket. Raises ConfigError for another URL."""
         self._url = base_url
         self._socket_path: str | None = None
         if base_url.startswith(UNIX):

@@ -72,7 +72,8 @@ def presets_parser() -> FlagParser:
 
 
 def main(argv: list[str]) -> int:
-    """Print the preset. Raises ConfigError, for example if the model does not fit."""
+    """Print the preset, or write it to a file. Raises ConfigError, for example if the model does
+    not fit."""
     loaded = load(argv, default_model="demo", parser=presets_parser())
     log_notes(loaded)
     args = loaded.arguments
@@ -154,13 +155,13 @@ def _preset(loaded: Loaded, device: str, num_cards: int) -> Preset:
 def with_preset(
     loaded: Loaded, argv: Sequence[str], cards: tuple[str | None, int] | None = None
 ) -> Loaded:
-    """Add the settings of a preset to `loaded` if the device is a Gaudi. Settings that a flag,
-    variable or file sets are kept, and the others fit them. Logs a line with the settings. `cards`:
+    """Add the settings of a preset to `loaded` if the device is hpu. Settings that a flag, variable
+    or file sets are kept, and the others fit them. Logs a line with the settings. `cards`:
     generation and number; None: the free cards of this machine.
 
-    Returns `loaded` unchanged if every setting is given, if the cards or the model are unknown, if
-    the model does not fit (the start reports better errors), or if other hosts have engines, which
-    could choose other settings.
+    Returns `loaded` unchanged if every setting of a preset is given, if the cards or the model are
+    unknown, if the model does not fit (the start reports better errors), or if other hosts have
+    engines, which could choose other settings.
     """
     given = _given(loaded)
     if chosen_device(loaded.engine.device) != "hpu" or given.keys() >= set(KEYS):

@@ -148,8 +148,8 @@ class ParserConfig:
         is_free: bool = False,
     ) -> ThinkingSpec | None:
         """The reasoning at the start of an answer to `prompt`; None: no reasoning. `begun`: see
-        `starts_inside`. `is_wanted`: the client did not disable reasoning. `is_free`: no grammar
-        constrains the text after the reasoning."""
+        `starts_inside`. `is_wanted`: whether reasoning is wanted if the prompt does not start it.
+        `is_free`: no grammar constrains the text after the reasoning."""
         reasoning_format = self._reasoning_format
         if reasoning_format is None:
             return None

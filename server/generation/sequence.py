@@ -99,8 +99,8 @@ class Sequence:
             self._text = StoppedText(detokenizer, params) if params.stop else PlainText(detokenizer)
 
     def take(self, update: Update, elapsed_s: float) -> Delta | None:
-        """Convert an update to a delta; None if the update has no visible output and no Finish.
-        `elapsed_s`: time since the start of the request."""
+        """Convert an update to a delta; None without Finish if the update has no tokens, or if
+        max_tokens is 0. `elapsed_s`: time since the start of the request."""
         if update.num_cached_tokens is not None:
             self.num_cached_tokens = update.num_cached_tokens
             self.timing.queue_s = elapsed_s

@@ -18,7 +18,7 @@ MAX_IGNORED_CHARACTERS = 64
 """Limits on the ignored fields in a response header and a log line: number of names, and characters
 per name."""
 MAX_ERROR_CHARACTERS = 200
-"""Maximum length of an error message in a log line."""
+"""Characters of an error message in a log line; a longer message ends with `...`."""
 PROMPTS_AT_ONCE = 32
 """Prompts that are logged in an iteration of the event loop: 2 ms."""
 MAX_PROMPT_CHARACTERS = 2000
@@ -50,14 +50,15 @@ class RequestRecord:
     started_s: float = field(default_factory=time.perf_counter)
     status: int = 0
     route: str = "unmatched"
-    """Template of the route; `unmatched` for all unknown paths."""
+    """Template of the route; `unmatched` if the request reached no route."""
     model: str | None = None
     """Model name, once the request is about to be sent to the engine; otherwise None."""
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     ttft_s: float | None = None
     is_forwarded: bool = False
-    """Whether another API server handles the request, and also logs and counts it."""
+    """Whether the request is forwarded to another API server, which logs and counts the requests
+    that it receives."""
     ignored_fields: list[str] = field(default_factory=list)
     """Unknown fields and ignored entries of the body."""
     finish_reasons: str = ""
@@ -189,7 +190,7 @@ def record_of(scope: Scope) -> RequestRecord:
 
 
 async def log_prompts(record: RequestRecord, prompts: Iterable[str | list[int]]) -> None:
-    """Log the beginning of each prompt, and yield to the event loop between prompts."""
+    """Log the beginning of each prompt; yields to the event loop every PROMPTS_AT_ONCE prompts."""
     for index, prompt in enumerate(prompts, 1):
         log_prompt(record, prompt)
         if index % PROMPTS_AT_ONCE == 0:

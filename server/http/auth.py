@@ -39,8 +39,8 @@ class ApiKeys:
 
     def check(self, scope: Scope) -> str:
         """Owner of the request: the SHA-256 hex digest of its key, identical in all API servers.
-        Empty if the server has no keys or the request needs no key. If several headers have valid
-        keys, the first valid key is used. Raises InvalidApiKey."""
+        Empty if the server has no keys or the request needs no key. If several headers have keys,
+        the first valid key of the first four is used. Raises InvalidApiKey."""
         path = scope["path"]
         is_open = path in OPEN_PATHS or path.startswith((PAGE_FILES, DOCS_FILES))
         if not self._owners or scope["method"] == "OPTIONS" or is_open:

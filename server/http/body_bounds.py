@@ -39,7 +39,8 @@ MAX_FIELD_VALUES = 2**17
 """Maximum values in a field with arbitrary structure, such as tools. A JSON schema with more values
 exceeds the character limit of a grammar."""
 MAX_FIELD_CHARACTERS = 2**21
-"""Maximum characters of the texts, keys and long integers in a field with arbitrary structure."""
+"""Default maximum of the characters of texts, keys and long integers in a field with arbitrary
+structure."""
 MAX_RENDERED_CHARACTERS = 2**24
 """Maximum characters in a field that only the chat template reads."""
 IDS_AT_ONCE = 16_384

@@ -23,7 +23,7 @@ from config.errors import (
 logger = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 900
-"""Maximum bytes of an error message in UTF-8; keeps the whole body at about 1 kB."""
+"""Maximum bytes of an error message in UTF-8."""
 MAX_PROBLEMS = 3
 CLIENT_CLOSED = 499
 _WANTED = {

@@ -20,7 +20,7 @@ MAX_VALUES_BYTES = VALUE_BYTES * MAX_VALUES + (OBJECT_BYTES + KEY_BYTES) * MAX_O
 """Maximum memory beyond the text of a body that the decoder accepts. `decoded_bytes` also counts
 commas, colons and brackets inside strings."""
 MAX_OVERCOMMIT = 2
-"""Maximum memory of all bodies with the shares of clients, in multiples of the limit."""
+"""Clients below their share may raise the memory of all bodies to this multiple of the limit."""
 MAX_WAIT_S = 30.0
 """Maximum time that a body waits until other bodies free memory."""
 MAX_WAITING = 4_096
@@ -56,8 +56,7 @@ def memory_of(value: object) -> int:
 
 
 class HeldBody:
-    """Accounted memory of a decoded body, until `free` is called or the body is no longer
-    referenced."""
+    """Accounted memory of a decoded body, until `free` is called or this object is deleted."""
 
     __slots__ = ("_on_freed", "num_bytes")
 
@@ -112,8 +111,9 @@ class HeldBodies:
 
     async def hold(self, num_bytes: int, max_bytes: int, client: str = "") -> HeldBody:
         """Wait until a body of `num_bytes` fits into `max_bytes` together with all other bodies, or
-        into the share of `client`, or until there is no other body, and account for it. Raises
-        Overloaded after MAX_WAIT_S, and at once if MAX_WAITING bodies of the client wait."""
+        into the share of `client` and MAX_OVERCOMMIT times `max_bytes`, or until there is no other
+        body, and account for it. Raises Overloaded after MAX_WAIT_S, and at once if MAX_WAITING
+        bodies of the client wait."""
         loop = asyncio.get_running_loop()
 
         def on_freed(freed: int) -> None:

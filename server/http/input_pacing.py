@@ -39,8 +39,8 @@ class InputPacer:
         return now_s < self._end_s
 
     def wait(self, client: str, parse_next: ParseNext, num_bytes: int) -> None:
-        """Call `parse_next` in later iterations until all `num_bytes` of the input of a connection
-        are parsed."""
+        """Call `parse_next` in later iterations until it returns False. `num_bytes`: size of the
+        waiting input."""
         self.num_bytes += num_bytes
         self._waiting.setdefault(client, deque()).append((parse_next, num_bytes))
 

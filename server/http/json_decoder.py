@@ -84,7 +84,7 @@ def _decoded(data: bytes, start: int | None = None) -> Any:
 
 def _problem(data: bytes, error: Exception) -> tuple[str, int]:
     """Description and byte position of the problem in `data`. The standard library's decoder says
-    what was expected; `error`, msgspec's error, is used if that decoder finds no problem."""
+    what was expected; msgspec's `error` is the fallback."""
     try:
         text = data.decode()
         json.loads(text)
@@ -97,7 +97,7 @@ def _problem(data: bytes, error: Exception) -> tuple[str, int]:
         pass
     if lone := _LONE_SURROGATE.search(data):
         return "a lone surrogate", lone.start()
-    # Python's decoder accepts the text, for example NaN: use msgspec's message.
+    # Python's decoder has no message, for example because it accepts NaN.
     message, _, place = str(error).removeprefix("JSON is malformed: ").partition(" (byte ")
     return message, int(place.removesuffix(")")) if place else 0
 
@@ -111,8 +111,7 @@ def _line_and_column(data: bytes, position: int) -> str:
 
 class _Pieces:
     """A large body, split at commas and inside strings into pieces that are decoded separately.
-    Only brackets, commas, colons and quotes determine the pieces; msgspec decodes and validates
-    every piece."""
+    msgspec decodes and validates every piece."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -306,8 +305,8 @@ def _width(text: str) -> int:
 
 
 def _before_escape(data: bytes, start: int, stop: int) -> int:
-    """The last position up to `stop` that is not inside an escape or a surrogate pair. `start` must
-    be outside both."""
+    """A position up to `stop` that is not inside an escape or a surrogate pair. `start` must be
+    outside both."""
     if stop == len(data):
         return stop
     # A run of paired backslashes is complete; an unpaired backslash starts another escape.
@@ -337,7 +336,7 @@ def _starts_escape(data: bytes, start: int, position: int) -> bool:
 
 
 def _before_character(data: bytes, start: int, stop: int) -> int:
-    """The last position up to `stop` that is not inside a UTF-8 sequence."""
+    """The last position up to `stop` that is not inside a character of valid UTF-8."""
     while stop > start + 1 and data[stop] & 0xC0 == 0x80:
         stop -= 1
     return stop

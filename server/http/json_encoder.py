@@ -93,7 +93,6 @@ def _list_pieces(values: list[Any] | tuple[Any, ...]) -> Iterator[bytes]:
 
 
 def _dict_pieces(fields: dict[str, Any]) -> Iterator[bytes]:
-    """Encode each field separately: objects with many fields have few bytes per field."""
     separator = b"{"
     for name, value in fields.items():
         yield separator

@@ -36,7 +36,8 @@ TOKEN_TIMEOUT_S = 5.0
 """Time for a connection to present the token, and for the peer to accept it."""
 
 MAX_UNAUTHENTICATED = 1024
-"""Maximum connections that have not presented the token yet; a new connection closes the oldest."""
+"""Maximum connections that have not presented the token yet; at this limit, a new connection closes
+the oldest."""
 MAX_HANDSHAKES, MAX_HANDSHAKES_PER_CLIENT = 8, 4
 """Maximum connections to a peer that has not accepted the token yet, in total and per client. The
 sum over up to 100 API servers is below MAX_UNAUTHENTICATED and BACKLOG."""
@@ -48,8 +49,7 @@ _ACCEPTED = b"\1"
 PIECE_BYTES = 256 * 2**10
 """Bytes of a message that are copied at once on the event loop."""
 MAX_MESSAGE_BYTES = 2**30
-"""Maximum message size: above any request or response, and below the 4 GiB that a length prefix can
-declare."""
+"""Maximum message size; a length prefix can declare 4 GiB."""
 
 logger = logging.getLogger(__name__)
 
@@ -123,13 +123,13 @@ class Peers:
 
 
 class ForwardedResponse(Response):
-    """The response of `peer` to a request with the JSON body `body`."""
+    """The response of `peer` to `request`, with `body` as JSON if it is not None."""
 
     def __init__(self, peer: Peer, request: Request, body: Any = None) -> None:
         super().__init__()
         self._peer = peer
         record = record_of(request.scope)
-        # The peer logs and counts the request.
+        # The peer logs and counts the requests that it receives.
         record.is_forwarded = True
         excluded = (b"content-length", b"transfer-encoding", b"x-request-id")
         headers = [(name, value) for name, value in request.headers.raw if name not in excluded]

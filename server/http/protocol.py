@@ -37,17 +37,16 @@ from server.http.tls import Tls
 logger = logging.getLogger(__name__)
 
 MIN_BODY_BYTES_PER_S = 1024
-"""Minimum rate of a request body: a body may be at most `request_body_timeout_s` later than a body
-of this rate."""
+"""Minimum rate of a request body; see `_extend_body_deadline`."""
 UNREAD_TIMEOUT_S = 600.0
-"""Time in which a client must read MIN_READ_BYTES of an incompletely read response. A client that
-reads 20 KB/s takes 300 s to empty a receive buffer of 6 MB; until then, no bytes are acknowledged
-here."""
+"""Time in which a client must read MIN_READ_BYTES while a part of its response is unsent. A client
+that reads 20 KB/s takes 300 s to empty a receive buffer of 6 MB; until then, no bytes are
+acknowledged here."""
 MIN_READ_BYTES = 64 * 2**10
 """Minimum progress of a reader, about 100 bytes per second over UNREAD_TIMEOUT_S."""
 MAX_FRAMING_PER_BODY_BYTE = 16
-"""Maximum bytes of chunk sizes and extensions per body byte of a chunked body; a 1-byte chunk needs
-5."""
+"""Bytes of chunk sizes and extensions that a chunked body may have per body byte, in addition to
+--h11-max-incomplete-event-size; a 1-byte chunk needs 5."""
 MAX_PIPELINED = 16
 """Maximum requests per connection that wait for an earlier response. A single read can contain
 14,000 requests."""
@@ -125,7 +124,7 @@ class _ReadState(Enum):
     HEADERS = 1
     BODY = 2
     DROPPED = 3
-    """After a rejected request: all further input is dropped."""
+    """All further input is dropped."""
 
 
 class _PartialStatusLine:
@@ -443,7 +442,7 @@ class HttpProtocol(HttpToolsProtocol):
             self.transport.abort()
 
     def timeout_keep_alive_handler(self) -> None:
-        """Close an idle connection. A client that still reads the last response is not idle."""
+        """Close an idle connection. A connection with unsent output is not idle."""
         if self._has_unsent():
             self.timeout_keep_alive_task = self.loop.call_later(
                 self.timeout_keep_alive, self.timeout_keep_alive_handler

@@ -59,8 +59,8 @@ class TrustedProxies:
 
     def _client(self, forwarded: str) -> Address | None:
         """The last address that is not a trusted proxy (each proxy appends the address of its
-        peer); the first address if all of them are trusted. None if that entry, or an entry after
-        it, is not an address; with `*` only the first entry is read."""
+        peer); the first of the last MAX_HOPS addresses if all of them are trusted. None if that
+        entry, or an entry after it, is not an address; with `*` only the first entry is read."""
         if self._trusts_all:
             return _address(forwarded.partition(",")[0])
         address = None

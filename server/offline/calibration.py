@@ -102,7 +102,7 @@ def finish_measures(folder: Path, num_ranks: int) -> list[int]:
 
 
 def _check_measured(record: Record) -> None:
-    """Raise ConfigError for a linear layer whose inputs were all zero: their scale would clamp all
+    """Raise ConfigError for a projection whose inputs were all zero: their scale would clamp all
     other inputs. Without images, cross attention has such inputs."""
     unmeasured = [
         name

@@ -131,7 +131,7 @@ class LLM:
         self._client = client = make_client(dataclasses.replace(engine, model=path), server.log)
         lines.show(lambda: LAUNCHING if client.progress is None else describe(client.progress))
         self._pipeline = Pipeline(self._client, self._tokenizer, server)
-        # Maximum sequences in flight: two batches per engine. Later prompts are not tokenized yet.
+        # Wanted sequences in flight: two batches per engine. Later prompts are not tokenized yet.
         num_engines = engine.data_parallel.data_parallel_size
         self._lookahead = 2 * engine.scheduler.max_num_seqs * num_engines
         self._num_requests = 0

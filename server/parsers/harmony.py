@@ -1,5 +1,5 @@
-"""Harmony format of gpt-oss: the channel `analysis` and messages to built-in tools are reasoning,
-messages to functions are tool calls, and all other messages are text."""
+"""Harmony format of gpt-oss: the channel `analysis` and messages to the assistant or to built-in
+tools are reasoning, messages to functions are tool calls, and all other messages are text."""
 
 import re
 from dataclasses import dataclass

@@ -31,7 +31,7 @@ class InputOptions:
     param: str = "input"
     """Field with the inputs, for errors."""
     is_list: bool = True
-    """Whether the field is a list; `item` then includes the index."""
+    """Whether the names of inputs have an index (see `item`)."""
     truncate: int | None = None
     """Truncate inputs to this many tokens; -1: to the model's maximum."""
     keep_end: bool = False

@@ -53,7 +53,8 @@ class PoolingInput:
 
 class PoolingStream:
     """Results of a request's inputs. Iterate it once: each item has a delta for the next finished
-    input, in order; `vectors` has the results. The iteration sends the inputs after the first.
+    input, in order; `vectors` has the results. The iteration sends the inputs that `__init__` has
+    not sent.
 
     Raises the errors of the engine client and of `check_finish`, and RequestFailed for vectors with
     NaN or infinite values. An error aborts all unfinished inputs.

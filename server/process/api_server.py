@@ -339,7 +339,7 @@ class ApiServer:
 
     def engine_lost(self, client: SingleEngineClient, *, has_poison: bool) -> None:
         """Count and log a poison request of a crashed engine, and the requests that other engines
-        resume; the launcher logs the crash. `has_poison`: a poison request was failed."""
+        resume. `has_poison`: a poison request was failed."""
         self.state.metrics.engine_lost(client.engine, has_poison=has_poison)
         if has_poison:
             logger.error(

@@ -195,7 +195,7 @@ def _serve_in_process(
         finally:
             end_reason = api_server.end_reason
 
-    # Until the API server handles them.
+    # Exit on a signal until the API server handles signals.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: sys.exit(0))
     try:
@@ -467,9 +467,9 @@ class Supervisor:
         )
 
     def _can_go_on(self, end: EngineExit) -> bool:
-        """Whether an engine still runs; if so, logs the exit of this engine. False for coupled
-        engines, which all end together. If an engine fails during start-up, the API servers exit by
-        themselves."""
+        """Whether another engine runs, where engines on other hosts always count; if so, logs the
+        exit of this engine. False for coupled engines, which all end together. If an engine fails
+        during start-up, the API servers exit by themselves."""
         assert self._engines is not None
         parallel = self._engine_config.data_parallel
         num_left = self._engines.num_running + parallel.num_remote

@@ -62,8 +62,8 @@ class BoundedEncoder:
     def encode_batch_fast(
         self, texts: Sequence[Text], add_special_tokens: bool = True
     ) -> list[Encoding]:
-        """Encode each text or pair. Raises UserError if the tokenizer cannot encode a text or
-        exceeds the limits, and Overloaded if the isolated process ended for another reason."""
+        """Encode each text or pair. Raises UserError if the tokenizer panics or exceeds the limits,
+        and Overloaded if the isolated process ended for another reason."""
         if not self.is_ordinary and _num_bytes(texts) > self._max_direct_bytes:
             return self._encode_isolated(texts, add_special_tokens)
         try:
@@ -76,7 +76,7 @@ class BoundedEncoder:
         return encodings
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of `ids`. Raises RequestFailed if the tokenizer cannot decode them."""
+        """The text of `ids`. Raises RequestFailed if the tokenizer panics."""
         try:
             with panics_as_errors():
                 text: str = self._encoder.decode(ids, skip_special_tokens=skip_special_tokens)

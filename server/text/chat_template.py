@@ -44,7 +44,8 @@ MAX_WALL_FACTOR = 10
 takes longer has waited for a busy machine, and may succeed later."""
 MAX_PENDING = 1_024
 """Maximum number of renderings that wait for a thread or run there; for templates in requests, of
-the waiting renderings alone."""
+the waiting renderings alone. Beyond it, only clients with less than their share may add
+renderings."""
 SHORT_CHARACTERS = 2_000
 MAX_INLINE_MESSAGES = 32
 MAX_INLINE_S = 0.002
@@ -58,7 +59,7 @@ MEMORY_POLL_S = 0.05
 MAX_GROWTH_BYTES = 512 * 2**20
 """Maximum memory growth of this process during a rendering that takes longer than MEMORY_POLL_S."""
 STOP_GRACE_S = 0.3
-"""Time to wait for a stopped rendering before its thread is abandoned."""
+"""Time to wait for a stopped rendering before its request fails."""
 T = TypeVar("T")
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 

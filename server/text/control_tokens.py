@@ -127,7 +127,7 @@ class ControlTokenEncoder:
         self._renamed_encoder.close()
 
     def is_marked(self, text: str) -> bool:
-        """Whether `text` contains a marked control-token text."""
+        """Whether `text` contains a mark."""
         return any(mark in text for mark in self._marks)
 
     def unmarked(self, text: str) -> str:

@@ -8,7 +8,7 @@ from server.text.tokenizer import MAX_CHARACTER_BYTES, Tokenizer
 
 REPLACEMENT = "\ufffd".encode()
 CONTEXT_TOKENS = 2 * MAX_CHARACTER_BYTES
-"""Number of context tokens that can affect the text of the first new token."""
+"""Number of context tokens that are decoded before the first new token."""
 
 
 class Detokenizer(Protocol):
@@ -54,8 +54,8 @@ class ByteDetokenizer:
     def __init__(self, pieces: TokenBytesTable, prompt: list[int], strip_first: int) -> None:
         self._pieces = pieces
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        # A character that the prompt leaves incomplete stays in the decoder, and its text is
-        # dropped.
+        # The text of the prompt is dropped; an incomplete character at its end stays in the
+        # decoder.
         self._decoder.decode(b"".join([pieces[i] for i in prompt[-CONTEXT_TOKENS:]]))
         self._incomplete: bytes = self._decoder.getstate()[0]
         """Bytes of the incomplete character; empty once it is complete."""
@@ -91,8 +91,8 @@ class ByteDetokenizer:
 class WindowDetokenizer:
     """Detokenizer for decoders in which a token's text depends on neighbouring tokens, such as
     WordPiece and Metaspace. Decodes a short window twice, with and without the new tokens; the
-    additional text is new. The window advances when its text ends with a complete character, or
-    after MAX_CHARACTER_BYTES tokens."""
+    additional text is new. The window advances when there is additional text that does not end with
+    an incomplete character, or that has MAX_CHARACTER_BYTES tokens."""
 
     def __init__(
         self,

@@ -59,8 +59,8 @@ def _normalized(message: Message) -> Message:
 
 
 def is_ignored_part(part: object) -> bool:
-    """Whether a part of an earlier answer has a type that this server does not know, or null as its
-    text. Images and videos are never ignored."""
+    """Whether a part of an earlier answer has a type that this server does not know, or no text.
+    Images and videos are never ignored."""
     kind = part.get("type") if isinstance(part, dict) else None
     if not isinstance(part, dict) or not isinstance(kind, str) or not kind:
         return False

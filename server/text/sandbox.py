@@ -277,7 +277,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self._check(length + sum(map(int, re.findall(r"\d+", form))))
 
     def _sized(self, value: T) -> T:
-        """Return `value` if its text cannot be too long; otherwise raise TemplateError. Nested
+        """Return `value`. Raises TemplateError for a container whose text may be too long; nested
         lists may share elements many times."""
         return self._walk(value, MAX_WRITTEN_ITEMS, "writes")
 

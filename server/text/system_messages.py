@@ -14,9 +14,9 @@ def has_late_system(messages: list[Message]) -> bool:
 
 def with_leading_system(messages: list[Message], *, merges_all: bool) -> list[Message]:
     """The normalized `messages` without system messages after the first message. With `merges_all`,
-    the first message gets the texts of all system messages. Otherwise a later system text is merged
-    into an adjacent user message or tool result, or becomes a user message, which keeps the order
-    of the texts and the cached prefix."""
+    all system messages become the first message. Otherwise only the system messages at the start
+    do, and a later system text is merged into an adjacent user message or tool result, or becomes a
+    user message, which keeps the order of the texts and the cached prefix."""
     leading: list[Message] = []
     rest: list[Message] = []
     for message in messages:

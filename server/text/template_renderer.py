@@ -1,5 +1,5 @@
-"""Renders Jinja chat templates with the same results as transformers, within the limits of the
-sandbox."""
+"""Renders Jinja chat templates like transformers, within the limits of the sandbox, and adapts the
+messages to what a template supports."""
 
 import re
 import threading

@@ -40,7 +40,7 @@ class TokenBytesTable(dict[int, bytes]):
 
 
 def token_bytes_rule(decoder: dict[str, Any] | None) -> TokenBytesRule | None:
-    """Rule for `decoder`, an object of tokenizer.json; None if a token's text depends on
+    """Rule for `decoder`, an object of tokenizer.json; None if a token's text may depend on
     neighbouring tokens. Byte-level decoders (GPT-2's alphabet) have a rule, and decoders that
     only join, replace and strip besides byte fallback (`<0x0A>`)."""
     if decoder is None:

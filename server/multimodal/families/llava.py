@@ -1,5 +1,6 @@
-"""LLaVA: an image token per patch. LLaVA-NeXT: image tokens for the patches of the whole image, for
-the unpadded patches of its tiles, and for the end of each row of patches."""
+"""LLaVA: an image token per embedding of the vision tower. LLaVA-NeXT: image tokens for the
+embeddings of the whole image, for the unpadded patches of its tiles, and for the end of each row of
+these patches."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -111,7 +111,7 @@ def _add_create_routes(router: APIRouter, state: AppState, store: ResponseStore)
         try:
             writer = await asyncio.to_thread(make_writer) if is_long else make_writer()
         except BaseException:
-            # BaseException, to include the cancellation when the client disconnects.
+            # BaseException, to include a cancellation of this task.
             job.close()
             raise
         if body.background:

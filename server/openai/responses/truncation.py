@@ -12,10 +12,10 @@ from server.text.template_renderer import TextTooLong
 
 
 async def shortened(state: AppState, request: Request, chat: ChatBody) -> ChatBody:
-    """`chat`, which exceeds the context, without its oldest messages: as few as necessary are
-    dropped. Leading system and developer messages are kept, and a user message follows them. The
-    last user message is kept even if the prompt is still too long. Renders the chat and counts its
-    tokens about log2(user messages) times."""
+    """`chat`, which exceeds the context, without its oldest messages up to a user message: as few
+    as necessary are dropped. Leading system and developer messages are kept, and so is the last
+    user message, even if the prompt is still too long. Renders the chat and counts its tokens about
+    log2(user messages) times."""
     messages = chat.messages
     head = next((i for i, entry in enumerate(messages) if entry["role"] not in LEADING), 0)
     starts = [i for i in range(head + 1, len(messages)) if messages[i]["role"] == "user"]

@@ -43,7 +43,7 @@ def words(*options: str) -> Schema:
 
 
 def type_of(entry: Any) -> str | None:
-    """The type of an entry; None for an entry without a type."""
+    """The type of an entry; None if the type is missing, empty or not a string."""
     kind = entry.get("type") if isinstance(entry, dict) else None
     return kind if isinstance(kind, str) and kind else None
 

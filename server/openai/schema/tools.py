@@ -163,7 +163,7 @@ def name_of(choice: Choice) -> str | None:
 
 def forced_schema(tools: list[Any], choice: Choice, *, is_parallel: bool) -> dict[str, Any] | None:
     """Schema of an answer with forced calls: the arguments of the function that `choice` names, or
-    a list of calls. None if the model may choose. The tools must have been validated."""
+    a list of calls. None if no call is required. The tools must have been validated."""
     functions = {tool["function"]["name"]: tool["function"] for tool in tools}
     named = name_of(choice)
     if named is not None:

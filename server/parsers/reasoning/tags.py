@@ -94,7 +94,7 @@ class ShownReasoning(ReasoningFormat):
 
 
 class ShownReasoningParser(ReasoningParser):
-    """Adds the start tag, which is in the prompt, to the text, unless the text starts with it."""
+    """Adds `start_tag` to the start of the text, unless the text starts with it."""
 
     def __init__(self, start_tag: str) -> None:
         super().__init__(is_inside=False)

@@ -216,8 +216,8 @@ class Source:
         self, words: tuple[str, ...], sink: Sink, *, most: int | None = None, leave: bool = False
     ) -> Steps[str]:
         """Pass text to `sink` up to the first of `words`, and take the word too unless `leave`.
-        Returns the word; "" if the text ended first. No word may be a prefix of another word.
-        Raises ParseError if more than `most` characters precede the word."""
+        Returns the word; "" if the text ended first. Unless `leave`, no word may be a prefix of
+        another word. Raises ParseError if more than `most` characters precede the word."""
         pattern, prefixes, longest = _word_search(words)
         while True:
             match = pattern.search(self._text, self._at)

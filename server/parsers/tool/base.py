@@ -90,7 +90,7 @@ class ToolCallParser(StreamParser):
         self._tools = tools
         self._ignored = self._always_ignored = reader.ignored_markers
         self._text_end = ""
-        """The last MAX_BLANKS characters of text."""
+        """The last MAX_BLANKS characters of text since the last call."""
         self._section_text: list[str] | None = None
         """Text since the last call or tag of the open section; None outside a section."""
 

@@ -23,8 +23,7 @@ MAX_ARGUMENT_PARTS = 16_384
 """Maximum number of grammar parts for arguments, which take 10 ms to build; a larger grammar
 exceeds the character limit anyway."""
 MAX_ARGUMENT_KEYWORDS = 65_536
-"""Maximum number of keywords of all arguments, including entries of enums and branches. A keyword
-takes at least 4 characters; a larger grammar exceeds the character limit anyway."""
+"""Maximum number of keywords of all arguments, including entries of enums and branches."""
 MAX_CALLS = 32
 """Maximum number of calls in a constrained JSON list; without a limit, a model may continue to the
 end of the context."""
