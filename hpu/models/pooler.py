@@ -36,9 +36,9 @@ class PoolingInputs(NamedTuple):
     skipped: Tensor
     """Leading tokens that are not pooled."""
     firsts: Tensor
-    """Index of the first pooled token in the flattened (B * Q)."""
+    """Index of the first pooled token in the flattened (B * Q) tokens."""
     lasts: Tensor
-    """(B,): index of each text's last token in the flattened (B * Q) tokens."""
+    """Index of the last token in the flattened (B * Q) tokens."""
     dimensions: Tensor
     """Leading dimensions of a vector that are returned; other dimensions become 0."""
     normalizes: Tensor
