@@ -164,7 +164,8 @@ class Text(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     by_token: bool = False
     """Return a vector per token instead of a vector for the whole text."""
     normalizes: bool = False
-    """Normalize vectors to length 1; for a model with a head, return numbers between 0 and 1."""
+    """Normalize vectors to length 1; for a model with a head, apply its activation to the
+    logits."""
     dimensions: int = 0
     """Dimensions to keep of each vector, cut before normalization; 0: all."""
     num_first: int = 0

@@ -32,8 +32,8 @@ def count_parameters(
     stage: Stage = WHOLE,
 ) -> int:
     """Parameters per card of a pipeline stage with `num_cards` cards. Experts are distributed whole
-    over the cards of `num_engines` engines, or each expert is sharded. A model that is not built in
-    has a single stage and equal shards. Raises ConfigError."""
+    over the cards of `num_engines` engines, or each expert is sharded. The parameters of a model
+    that is not built in are divided by `num_cards`. Raises ConfigError."""
     if config.architecture not in ARCHITECTURES and config.num_parameters is not None:
         return config.num_parameters // num_cards
     own = _own_specs(

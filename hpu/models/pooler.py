@@ -42,7 +42,7 @@ class PoolingInputs(NamedTuple):
     dimensions: Tensor
     """Leading dimensions of a vector that are returned; other dimensions become 0."""
     normalizes: Tensor
-    """1: normalize vectors to length 1, or return probabilities instead of logits."""
+    """1: normalize vectors to length 1, or apply the activation of the head to logits."""
 
 
 class Pooler(nn.Module):

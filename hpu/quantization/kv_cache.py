@@ -205,9 +205,9 @@ def fp8_errors(x: Tensor, scales: Tensor) -> Tensor:
 
 
 class HpuFp8Format:
-    """KVCacheFormat of e4m3 on Gaudi, equal to the uncalibrated format of vLLM's plug-in. Scales of
-    checkpoints keep their meaning on every card: the largest cached value is FP8_MAX times the
-    scale, so on a Gaudi 2, whose e4m3 ends earlier, a stored 1 represents more."""
+    """KVCacheFormat of e4m3 on Gaudi, with the casts of vLLM's plug-in. Scales of checkpoints keep
+    their meaning on every card: the largest cached value is FP8_MAX times the scale, so on a
+    Gaudi 2, whose e4m3 ends earlier, a stored 1 represents more."""
 
     dtype = torch.float8_e4m3fn
     has_layer_scales = True

@@ -66,7 +66,8 @@ class RunnerParts:
     input_buffers: InputBufferPool[LaunchArrays]
     vocab_size: int
     make_results: Callable[[Backend, PromptLogits, int], ResultsOf]
-    """Chooses how results get to the host, for a backend, a model and its vocabulary size."""
+    """Chooses how results get to the host, for a back end, the logits of prompts and a vocabulary
+    size."""
     pads: bool
     """Whether launches are padded to the bucket's shape; otherwise shapes follow the real
     requests."""

@@ -1,6 +1,6 @@
 """Int8LinearMethod and Int8MoEMethod: 8-bit integers of a checkpoint on Gaudi, dequantized by
-ordinary operators in each launch. The weights take half of the memory of bfloat16; launches are not
-faster."""
+ordinary operators in each launch. The weights take about half of the memory of bfloat16; launches
+are not faster."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
