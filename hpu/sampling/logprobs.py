@@ -20,7 +20,7 @@ class LogprobsMode(NamedTuple):
 
     is_processed: bool = False
     """True: values after masks, bias and penalties, and for a drawn token also after temperature,
-    min_p, top_k and top_p, which set tokens to -inf. False: raw logits."""
+    min_p, top_k and top_p, which set tokens to -inf. False: values of the raw logits."""
     is_logits: bool = False
     """Whether to report logits instead of log-probabilities."""
 
