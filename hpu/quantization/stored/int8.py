@@ -108,8 +108,8 @@ def expand_int8(operands: Operands, dtype: torch.dtype, names: tuple[str, ...]) 
 
 
 def can_expand(weight: StoredWeight) -> bool:
-    """Whether `weight` has 8-bit integers, and this rank has whole groups of inputs or the group of
-    each input."""
+    """Whether `weight` has 8-bit integers, in groups of equal size or with the group of each
+    input."""
     scheme = weight.scheme
     if scheme.is_float or scheme.bits != 8:
         return False
