@@ -302,8 +302,8 @@ class StepResult(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, 
     """Results of a step, in the plan's order. A request that is decoded several times
     (StepPlan.decode_steps) is listed once, at its first launch, with all its tokens.
 
-    `tokens` holds the tokens of all sampling requests, `token_counts[i]` tokens for request i; -1
-    marks non-finite logits.
+    `tokens` holds the tokens of all sampling requests, `token_counts[i]` tokens of the i-th. A
+    token of -1: the largest score is not finite.
     """
 
     step: int

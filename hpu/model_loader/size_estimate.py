@@ -115,7 +115,7 @@ def _card_bytes(spec: WeightSpec, width: int, *, expands_experts: bool) -> int:
 
 
 def has_packed_experts(config: ModelConfig) -> bool:
-    """Whether the checkpoint has experts in 4-bit floats."""
+    """Whether the checkpoint of a built-in model has experts in 4-bit floats."""
     if config.architecture not in ARCHITECTURES:
         return False
     return any(spec.is_packed for spec, _ in _counted_specs(config, WHOLE))

@@ -470,7 +470,7 @@ class ModelRunner(StepRunner):
             done.pinned = sampled.pinned
             req_indices = req_indices[: len(sampled.tokens)]
             with self._backend.recipe:
-                # Clamped: a planned step may already read a token of -1 (non-finite logits).
+                # Clamped: a planned step may already read a token of -1 (see SamplerOutput).
                 following = sampled.tokens.clamp(0, self._vocab_size - 1).unsqueeze(1)
                 self._last_tokens.index_copy_(0, req_indices, following)
         self._keep_tokens(req_indices, sampled.tokens)
