@@ -89,9 +89,9 @@ def cores_of_module(module: int, usable: Collection[int], root: Path = ROOT) -> 
 def cores_of_rank(
     rank: int, num_ranks: int, usable: Collection[int], root: Path = ROOT
 ) -> CoreRange | None:
-    """Cores of worker `rank` of `num_ranks` CPU workers on this host: equal ranges of the `usable`
-    cores, node by node. None if fewer than two nodes have usable cores, or if there is a single
-    worker or fewer cores than workers."""
+    """Cores of worker `rank` of `num_ranks` CPU workers on this host: ranges of the `usable` cores,
+    node by node, whose sizes differ by at most 1. None if fewer than two nodes have usable cores,
+    or if there is a single worker or fewer cores than workers."""
     nodes: Mapping[int, frozenset[int]] = {
         node: cores & frozenset(usable) for node, cores in numa_nodes(root).items()
     }

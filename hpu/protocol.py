@@ -164,7 +164,8 @@ class Text(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     by_token: bool = False
     """Return a vector per token instead of a vector for the whole text."""
     normalizes: bool = False
-    """Normalize vectors to length 1; for a model with a head, return numbers between 0 and 1."""
+    """Normalize vectors to length 1; for a model with a head, apply its activation to the
+    logits."""
     dimensions: int = 0
     """Dimensions to keep of each vector, cut before normalization; 0: all."""
     num_first: int = 0
@@ -301,8 +302,8 @@ class StepResult(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, 
     """Results of a step, in the plan's order. A request that is decoded several times
     (StepPlan.decode_steps) is listed once, at its first launch, with all its tokens.
 
-    `tokens` holds the tokens of all sampling requests, `token_counts[i]` tokens for request i; -1
-    marks non-finite logits.
+    `tokens` holds the tokens of all sampling requests, `token_counts[i]` tokens of the i-th. A
+    token of -1: the largest score is not finite.
     """
 
     step: int

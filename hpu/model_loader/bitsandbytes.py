@@ -1,5 +1,4 @@
-"""Decoder and encoder of 4-bit bitsandbytes weights, equivalent to its functional.dequantize_4bit
-and, for NF4 without double quantization, quantize_4bit."""
+"""Decoder of 4-bit bitsandbytes weights, and encoder to NF4 without double quantization."""
 
 import json
 import math

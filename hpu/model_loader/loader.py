@@ -289,8 +289,8 @@ def _own_memory(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 def _match(
     weight_map: WeightMap, folder: Path
 ) -> dict[Path, list[tuple[StoredTensor, WeightSpec]]]:
-    """Needed tensors of each file. Raises CheckpointError with the first names of each kind of
-    fault: missing and unexpected tensors, duplicates, wrong shapes and dtypes."""
+    """Needed tensors of each file. Raises CheckpointError for missing, unexpected and duplicate
+    tensors, and for wrong shapes and dtypes."""
     headers = {file: read_header(file) for file in weight_files(folder)}
     shapes = {
         weight_map.map_name(stored.name): stored.shape
@@ -412,7 +412,7 @@ class _Filler:
         return part if part.is_contiguous() else None
 
     def fill(self, parameter: Tensor, spec: WeightSpec, tensor: Tensor) -> None:
-        """Copy `tensor` into its part of `parameter`."""
+        """Copy `tensor` into its part of `parameter`, or keep it until the other parts come."""
         with torch.no_grad():
             if spec.mxfp4:
                 self._fill_mxfp4(parameter, spec, tensor)
@@ -486,7 +486,7 @@ def _parts(spec: WeightSpec, tensor: Tensor) -> Iterable[Tensor]:
 
 
 def _as_stored(spec: WeightSpec, tensor: Tensor) -> Tensor:
-    """Checkpoint `tensor` in the order and with the values of the whole parameter."""
+    """Checkpoint `tensor` with the order and the values of the parameter."""
     if spec.leading_rows is not None:
         tensor = tensor[: spec.leading_rows]
     if spec.transposed:

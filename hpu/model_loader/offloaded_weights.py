@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 OffloadedWeights = list[dict[str, Tensor]]
-"""Parameters of each module by name, on the host. Tied parameters are stored once."""
+"""Parameters of each module by name, on the host. Parameters tied in a module are stored once."""
 
 
 def offload_weights(modules: Iterable[nn.Module]) -> OffloadedWeights:

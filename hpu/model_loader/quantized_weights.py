@@ -200,9 +200,8 @@ def from_pairs(pairs: Tensor) -> Tensor:
 def dequantize_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     """Dequantize MXFP4, 4-bit floats in blocks of 32 with a power-of-two scale per block (OCP
     Microscaling Formats, version 1.0), in the layout of the gpt-oss checkpoints, to (rows,
-    columns) bfloat16, which represents the values exactly. `blocks` (rows,
-    columns / 32, 16) uint8: two codes per byte, the first code in the low half; `scales` (rows,
-    columns / 32) uint8."""
+    columns). `blocks` (rows, columns / 32, 16) uint8: two codes per byte, the first code in the
+    low half; `scales` (rows, columns / 32) uint8."""
     # Both values of a byte come from a single table lookup.
     pairs = torch.tensor([(low, high) for high in E2M1 for low in E2M1], dtype=torch.bfloat16)
     values = pairs[blocks.int()].flatten(-2)

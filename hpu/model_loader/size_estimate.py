@@ -32,7 +32,8 @@ def count_parameters(
     stage: Stage = WHOLE,
 ) -> int:
     """Parameters per card of a pipeline stage with `num_cards` cards. Experts are distributed whole
-    over the cards of `num_engines` engines, or each expert is sharded. Raises ConfigError."""
+    over the cards of `num_engines` engines, or each expert is sharded. The parameters of a model
+    that is not built in are divided by `num_cards`. Raises ConfigError."""
     if config.architecture not in ARCHITECTURES and config.num_parameters is not None:
         return config.num_parameters // num_cards
     own = _own_specs(
@@ -114,7 +115,7 @@ def _card_bytes(spec: WeightSpec, width: int, *, expands_experts: bool) -> int:
 
 
 def has_packed_experts(config: ModelConfig) -> bool:
-    """Whether the checkpoint has experts in 4-bit floats."""
+    """Whether the checkpoint of a built-in model has experts in 4-bit floats."""
     if config.architecture not in ARCHITECTURES:
         return False
     return any(spec.is_packed for spec, _ in _counted_specs(config, WHOLE))

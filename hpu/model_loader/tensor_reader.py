@@ -20,10 +20,11 @@ from config.checkpoint.weight_maps.shard import Interval
 from config.errors import ConfigError
 
 NUM_THREADS = 4
-"""Concurrent reads: a disk reaches its full rate only with several reads."""
+"""Concurrent reads: most disks need several to reach their full rate."""
 PIECE_BYTES = 2**24
 AHEAD_BYTES = 2**27
-"""Maximum bytes to read ahead; a larger tensor is read ahead alone."""
+"""A further tensor is read ahead while the tensors in flight have at most this many bytes, or while
+a single tensor is in flight."""
 
 
 class Read(NamedTuple):
@@ -58,8 +59,8 @@ class TensorReader:
         self._pool.shutdown(cancel_futures=True)
 
     def read(self, file: Path, reads: Iterable[Read]) -> Iterator[Read]:
-        """Yield each of `reads` when its target is filled. `reads` is consumed up to AHEAD_BYTES
-        early. Raises ConfigError if the file cannot be read."""
+        """Yield each of `reads` when its target is filled. `reads` is consumed ahead, see
+        AHEAD_BYTES. Raises ConfigError if the file cannot be read."""
         in_flight: deque[_InFlight] = deque()
         num_bytes = 0
         try:

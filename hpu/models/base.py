@@ -36,7 +36,7 @@ class ModelBuild:
     """Ranks over which whole experts are distributed; with a single rank, `group` shards each
     expert."""
     stage: Stage = WHOLE
-    """Pipeline stage: a decoder has only its layers, plus the embedding on the first stage, and
+    """Pipeline stage. A decoder has the layers of its stage, the embedding on the first stage, and
     norm, head and an embedding tied to the head on the last stage."""
 
     def length(self, config: ModelConfig) -> int:
@@ -71,7 +71,7 @@ class CausalLM(nn.Module):
         return None
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Embeddings of (B, Q) tokens, (B, Q, hidden), as the first layer reads them."""
+        """Token embeddings (B, Q, hidden) of (B, Q) tokens, without position embeddings."""
         raise NotImplementedError
 
     @property

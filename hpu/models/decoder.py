@@ -2,8 +2,8 @@
 differences.
 
 Embedding; layers of attention (or a recurrence) and an MLP or a mixture of experts
-(decoder_layer.py); norm; head. Module paths are the paths of vLLM's Llama, so that calibration
-files made with vLLM can be used.
+(decoder_layer.py); norm; head. Module paths follow vLLM's Llama, so that calibration files made
+with vLLM can be used.
 """
 
 from collections.abc import Callable

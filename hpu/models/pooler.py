@@ -36,13 +36,13 @@ class PoolingInputs(NamedTuple):
     skipped: Tensor
     """Leading tokens that are not pooled."""
     firsts: Tensor
-    """Index of the first pooled token in the flattened (B * Q)."""
+    """Index of the first pooled token in the flattened (B * Q) tokens."""
     lasts: Tensor
-    """(B,): index of each text's last token in the flattened (B * Q) tokens."""
+    """Index of the last token in the flattened (B * Q) tokens."""
     dimensions: Tensor
     """Leading dimensions of a vector that are returned; other dimensions become 0."""
     normalizes: Tensor
-    """1: normalize vectors to length 1, or return probabilities instead of logits."""
+    """1: normalize vectors to length 1, or apply the activation of the head to logits."""
 
 
 class Pooler(nn.Module):

@@ -54,7 +54,7 @@ def build_transformers_model(
     config: ModelConfig, build: ModelBuild, *, has_files: bool = True
 ) -> LoadableModel:
     """Model that runs transformers' code. `has_files` False: build it from config.json only.
-    Raises ConfigError for unsupported code."""
+    Raises ConfigError for unsupported code and for a release before MIN_TRANSFORMERS."""
     installed = importlib.metadata.version("transformers")
     if tuple(int(part) for part in installed.split(".")[:2]) < MIN_TRANSFORMERS:
         raise ConfigError(

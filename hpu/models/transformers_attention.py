@@ -18,8 +18,8 @@ from hpu.layers.non_finite import spoiled, zeroed
 from hpu.ops.kernels import Kernels
 
 IMPLEMENTATION = "gaudiserve_paged"
-"""Name of our attention function in transformers. It has no mask function, so models build no
-masks."""
+"""Name of our attention function in transformers. It has no mask function, so transformers'
+mask utilities build no masks."""
 MODULE = "paged_attention"
 """Attribute of transformers' attention modules that holds the LayerAttention."""
 
@@ -162,8 +162,7 @@ def _shared_with(
     module: nn.Module, key: Tensor, value: Tensor, pairs: list[tuple[Tensor, Tensor]]
 ) -> int | None:
     """Index of the first earlier call with the same keys and values; None: no such call. `pairs`:
-    keys and values of the earlier calls. Raises UnsupportedModelCode if only keys or only values
-    are shared."""
+    keys and values of the earlier calls. Raises UnsupportedModelCode for other forms of sharing."""
     for index, (other_key, other_value) in enumerate(pairs):
         if key is other_key and value is other_value:
             return index

@@ -3,7 +3,7 @@ layers, loader and buckets. For architectures that are not built in, and for oth
 selects it.
 
 The model is built without memory on torch's meta device and tried there: the trial records the
-attention calls, and rejects unsupported code before anything is allocated.
+attention calls, and rejects code that does not run on paged attention.
 """
 
 import contextlib
@@ -359,9 +359,8 @@ def _neighbours(config: ModelConfig) -> str:
 
 
 def _build(config: ModelConfig, dtype: torch.dtype, *, max_layers: int) -> Any:
-    """Causal language model (a PreTrainedModel) on the meta device. Raises ConfigError if
-    transformers has no such model or cannot build it, or if it has more than `max_layers` layers:
-    the files have at least one tensor per layer."""
+    """Causal language model (a PreTrainedModel) on the meta device. Raises ConfigError, also if it
+    has more than `max_layers` layers: the files have at least one tensor per layer."""
     check_limits(config)
     file = Path(config.path, "config.json")
     if config.num_layers > max_layers:
@@ -578,7 +577,7 @@ def _size_text(shape: tuple[int, ...]) -> str:
 def allocate(causal: Any, device: torch.device, frequencies: Mapping[nn.Module, Tensor]) -> None:
     """Move parameters and buffers from the meta device to `device`: parameters empty, buffers with
     the values that the model's code computes, or with `frequencies`. Raises UnsupportedModelCode
-    for tensors without a value."""
+    for buffers without a value and for other tensors on the meta device."""
     allocated: dict[int, nn.Parameter] = {}
     for path, module in causal.named_modules():
         if any(isinstance(value, Tensor) and value.is_meta for value in vars(module).values()):
@@ -632,7 +631,7 @@ def _fill_buffers(causal: Any, path: str, module: nn.Module, device: torch.devic
 
 
 def _mark(dtype: torch.dtype) -> float:
-    """Value that marks an uncomputed buffer; no real buffer consists of this value only."""
+    """Value that marks an uncomputed buffer."""
     return -12345.0 if dtype.is_floating_point else -123
 
 

@@ -73,7 +73,7 @@ def replace_sparsity(causal: Any, dtype: torch.dtype) -> None:
         sparsity = getattr(module, "activation_sparsity", 0.0)
         if not hasattr(module, METHOD) or not sparsity > 0:
             continue
-        # This share of normally distributed features becomes 0.
+        # The share `sparsity` of normally distributed features becomes 0.
         deviations = statistics.NormalDist().inv_cdf(sparsity)
         x = torch.randn(3, 64, generator=random)
         ours = gaussian_topk(x, deviations=deviations)

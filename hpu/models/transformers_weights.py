@@ -110,7 +110,7 @@ class _ExpertMerge(NamedTuple):
     """Name suffix of the stacked tensor."""
 
     def parts(self, spec: WeightSpec) -> Iterator[WeightSpec]:
-        """Shards that fill the stacked tensor `spec`; nothing if `spec` is a different tensor."""
+        """Tensors that fill the stacked tensor `spec`; nothing if `spec` is a different tensor."""
         if not spec.name.endswith(self.target):
             return
         num_experts, rows, columns = spec.shape

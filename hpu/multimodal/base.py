@@ -51,8 +51,8 @@ PAD_SEGMENT = -1
 """Segment id of padding patches, which attend only to each other."""
 
 MASKED = -1e30
-"""Added to the attention scores of masked patches. Finite, because a row may be masked
-completely."""
+"""Added to the attention scores of masked patches. Finite in bfloat16 and float32, because a row
+may be masked completely."""
 
 
 def segment_mask(segments: Tensor, dtype: torch.dtype) -> Tensor:
@@ -95,8 +95,8 @@ class Patches(Protocol):
         ...
 
     def parts(self, tensors: Mapping[str, Tensor], rows: Integers) -> list[Prepared]:
-        """Split an image into the parts that do not attend to each other, each with its rows. An
-        image without such parts is returned unchanged."""
+        """Split an image into parts that do not attend to each other, each with its rows. A tower
+        that does not separate parts returns the image unchanged."""
         return [(tensors, rows)]
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> tuple[tuple[Tensor, ...], Integers]:
@@ -157,6 +157,6 @@ class ImageEncoder(Protocol):
         return
 
     def encode(self, images: list[Prepared]) -> None:
-        """Write the embeddings of the images to their rows. Raises RuntimeError for an image that
-        the encoder cannot run."""
+        """Write the embeddings of the images to their rows. For an image that the encoder cannot
+        run, raises RuntimeError or writes NaN (OwnShapes)."""
         ...

@@ -52,7 +52,7 @@ class PatchEncoder:
 
     def encode(self, images: list[Prepared]) -> None:
         """See TileEncoder.encode. Each of several ranks encodes a part (see `Patches.parts`) in a
-        launch; the parts of a launch have similar numbers of patches."""
+        launch, in the order of decreasing size."""
         sized = [
             (self._size(rows), tensors, rows)
             for tensors, rows in (part for image in images for part in self._patches.parts(*image))

@@ -62,7 +62,7 @@ def build_tower(
     config: ModelConfig, *, dtype: torch.dtype, device: torch.device, stage: Stage
 ) -> Tower | None:
     """Vision tower with unfilled parameters; None for a model without images, and on a pipeline
-    stage that does not embed tokens. Raises ConfigError for a tower that cannot be built."""
+    stage that does not embed tokens. Raises ConfigError."""
     if config.vision is None or not stage.is_first:
         return None
     num_layers = len(stage.layers(config.num_layers))

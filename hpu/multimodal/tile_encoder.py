@@ -19,7 +19,7 @@ DEFAULT_SIZES = (1, 2, 4, 8)
 
 class TileEncoder:
     """Divides tiles into launches of `sizes`, largest first; only the last launch has padding. With
-    several ranks, each rank encodes an equal number of tiles of a launch."""
+    several ranks, each rank encodes an equal number of tiles of a launch, including padding."""
 
     def __init__(self, tiles: Tiles, sizes: tuple[int, ...], options: LaunchOptions) -> None:
         """`sizes`: empty for DEFAULT_SIZES."""

@@ -67,7 +67,7 @@ class LinearSlots:
     """Adapter slots of a matmul."""
 
     def __init__(self, output_sizes: Sequence[int], max_loras: int) -> None:
-        """`output_sizes`: multiples of PANEL, at most MAX_OUTPUTS."""
+        """`output_sizes`: at most MAX_OUTPUTS multiples of PANEL."""
         count = len(output_sizes)
         self._parts = (_Part * (max_loras * count))()
         self._kept: dict[int, Packed] = {}

@@ -59,7 +59,7 @@ void file_group(const Model& m, const Layer& layer, const Step& s, int64_t row, 
   Format::write(layer.values + place, key + m.kv_heads * size, size, layer.value_scale);
 }
 
-// All threads of a parallel region call the following functions.
+// All threads of a parallel region call the functions from `embed` to `add`.
 
 // Writes the token embeddings, the start of the residual stream.
 void embed(const Model& m, const Step& s) {

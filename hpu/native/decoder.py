@@ -349,7 +349,7 @@ def _sizes(model: Decoder) -> _Sizes:
 
 
 def _layer_weights(model: Decoder) -> list[_LayerWeights] | None:
-    """Weights of all layers for the library; None if a layer has no kernels."""
+    """Weights of all layers for the library; None if it does not support a layer."""
     layers = [_weights_of(layer) for layer in model.layers]
     found = [weights for weights in layers if weights is not None]
     return found if len(found) == len(layers) else None

@@ -197,8 +197,8 @@ inline int32_t store_bytes(int8_t* to, Lanes low, Lanes high) {
   return _mm512_reduce_add_epi32(_mm512_add_epi32(first, second));
 }
 
-// Stores the integers nearest to 32 elements times `by`; zeros for NaN. `lost` is positive if rounding
-// changes the elements below the largest by more than 1/40 (root mean square).
+// Stores the integers nearest to 32 elements times `by`; zeros if `by` is NaN. `lost` is positive if
+// rounding changes the elements below the largest by more than 1/40 (root mean square).
 template <bool IN_NIBBLES>
 inline int32_t store_bytes(int8_t* to, Lanes low, Lanes high, float by, float* lost) {
   const Mask is_known = by == by ? 0xffff : 0;

@@ -485,9 +485,9 @@ def _load(folder: Path, flags: frozenset[str], num_threads: int, on_step: OnStep
     """Load the compiled file in `folder`; compile it if the file is missing or truncated, or if
     `folder` is not trusted (see foreign_writer).
 
-    Returns None and logs the reason if it cannot be compiled. If `folder` cannot be written or is
-    not trusted, each start compiles. If two processes compile at the same time, the later file
-    replaces the earlier file.
+    Returns None and logs the reason if it cannot be compiled. If the compiled file cannot be saved,
+    or `folder` is not trusted, each start compiles. If two processes compile at the same time, the
+    later file replaces the earlier file.
     """
     runtime = openmp_runtime()
     source = b"".join(file.read_bytes() for file in SOURCES)

@@ -1,5 +1,5 @@
 // Matmuls of LoRA adapters, added to the sums of a matmul before the sums are finished. Rows are grouped
-// by adapter; rows without an adapter cost nothing. Part of decode.cpp.
+// by adapter; rows without an adapter are not multiplied. Part of decode.cpp.
 
 #pragma once
 

@@ -27,8 +27,8 @@ struct Model {
   const bf16* rotation;          // (positions, 2 * rotated): cos, then sin with its first half negated
   int64_t num_layers, hidden, inner, heads, kv_heads, head_dim, rotated, block_size;
   float eps, scale, multiplier, embedding_multiplier;
-  // The tensor-parallel ranks, or null. With a group, heads and inner sizes are this rank's, and the
-  // embedding has `num_tokens` tokens from `first_token` on.
+  // The tensor-parallel ranks, or null. With a group, the heads are this rank's, and the embedding has
+  // `num_tokens` tokens from `first_token` on.
   Group* group;
   int64_t first_token, num_tokens;
   int64_t cache_format;

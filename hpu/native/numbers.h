@@ -4,8 +4,8 @@
 //
 // LEVEL          name of the instruction set
 // Lanes          16 float32; Mask: a condition per lane; Words: 16 integers of 32 bits
-// load, store    float32 or bfloat16 elements; bfloat16 is rounded to nearest even, and NaN stays NaN.
-//                `store` of two Lanes stores 32 elements
+// load, store    float32 or bfloat16 elements; bfloat16 is rounded to nearest even (BF16 instructions
+//                round subnormals to zero), and NaN stays NaN. `store` of two Lanes stores 32 elements
 // fraction(x)    x - floor(x), below 1; scale(x, y): x * 2^floor(y), zero for y = -infinity
 // between(a, b)  lanes a to b - 1
 // joined(v, f)   lane i of the result is v[i] reduced with f

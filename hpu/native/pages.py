@@ -35,7 +35,7 @@ class HugePages:
 
 
 def _map(size: int) -> Tensor:
-    # The kernel aligns a map to huge pages if its size is a multiple of a huge page.
+    # Recent kernels align a map to huge pages if its size is a multiple of a huge page.
     size = -(-size // PAGE_BYTES) * PAGE_BYTES
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # the kernel may have no huge pages

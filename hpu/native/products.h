@@ -320,7 +320,7 @@ inline void dots(const Rows& rows, const Weights& by, int64_t pairs, float* sums
     for (int p = 0; p < PANELS; ++p) store(sums + r * apart + p * 16, acc[r][p]);
 }
 
-// Maximum rows in a single tile: the registers hold their sums for two panels, so weights are read once.
+// Maximum rows in a single tile: the registers hold their sums for a panel, so weights are read once.
 constexpr int MOST_ROWS = MOST_SUMS >= 24 ? 12 : 6;
 
 template <int PANELS, bool ONCE>
@@ -653,8 +653,8 @@ void tiles_by_two(const bf16* a, int64_t stride, int count, const bf16* w, int64
   else store_tiles(partial, 256, 512, 16, count);
 }
 
-// A matmul of at most MOST_SMALL steps splits its inputs into blocks of at most MOST_STEPS, so that its
-// rows stay in the L1 cache. Larger matmuls are not faster with blocks.
+// A matmul of more than 32 rows and at most MOST_SMALL steps splits its inputs into blocks of at most
+// MOST_STEPS, so that its rows stay in the L1 cache. More steps are not faster with blocks.
 constexpr int64_t MOST_SMALL = 48, MOST_STEPS = 20;
 
 // Configures the tiles for LoRA: tiles 0 and 1 hold sums of `rows` rows, tile 4 x times `a` with `ranks`

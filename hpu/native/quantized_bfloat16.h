@@ -216,7 +216,7 @@ void dequantize(const Product& by, int64_t first, int64_t last, bf16* out) {
         four_pairs<KIND>(block, q, a, b);
         for (int t = 0; t < 4; ++t, out += 2 * PANEL) {
           if constexpr (KIND != INT8_ROWS) {
-            // The product is exact: 8 significant bits times 11, or times the 8 of bfloat16.
+            // Rounded once here, and once to bfloat16.
             a[t] = fmadd(a[t], scales, least);
             b[t] = fmadd(b[t], scales, least);
           }

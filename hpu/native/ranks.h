@@ -14,8 +14,8 @@
 extern "C" {
 
 // The memory begins with a RankState per rank. Two slots per rank follow, of `capacity` float32 elements
-// each. A rank alternates between its slots: before it writes to a slot again, all ranks have passed a
-// barrier (`meet`) after reading the slot.
+// each. A rank alternates between its slots: before it writes to a slot again, all ranks have arrived at
+// a barrier (`meet`) after reading the slot.
 struct Group {
   int64_t rank, size, capacity;
   uint8_t* memory;
@@ -65,8 +65,8 @@ inline bool await(const RankState& other, int64_t meeting) {
   return true;
 }
 
-// Barrier over the ranks: waits until all ranks have written their slots. The slots may be read until
-// the barrier after the next. Called by one thread.
+// Barrier over the ranks: waits until all ranks have written their slots. A rank may read the slots
+// until its next barrier. Called by one thread.
 inline void meet(Group& g) {
   const int64_t meeting = g.meetings + 1;
   state_of(g, g.rank).meetings.store(meeting, std::memory_order_release);

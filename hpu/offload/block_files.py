@@ -66,7 +66,7 @@ class NoFiles:
 
 
 class BlockFiles(NoFiles):
-    """Block files in a folder that this process owns exclusively. Blocks are read into `memory` and
+    """Block files in a folder that this process has locked. Blocks are read into `memory` and
     written from it; a block whose checksum in memory is wrong is not written.
 
     A file has a header with the hash of the block and a checksum, and is created atomically. A
@@ -144,7 +144,8 @@ class BlockFiles(NoFiles):
             self._changed.notify_all()
 
     def flush(self, timeout_s: float) -> None:
-        """Wait until all writes and deletions are done, at most `timeout_s`."""
+        """Wait at most `timeout_s` until no write is pending or running and no deletion is
+        pending."""
         with self._changed:
             self._changed.wait_for(
                 lambda: not (self._writes or self._deletes or self._writing >= 0), timeout_s

@@ -76,7 +76,7 @@ def _wsum(blocks: Blocks) -> Tensor:
 
 
 def _wsum_head_amax(blocks: Blocks) -> Tensor:
-    """The mean, and the largest distance of any block of a head from the mean of its sequence."""
+    """Mean plus the largest excess of any block of the head over the mean of its sequence."""
     means = _wsum(blocks)
     distance = blocks.highest - means.index_select(0, blocks.rows)
     return means + distance.amax(0, keepdim=True)

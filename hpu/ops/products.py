@@ -13,7 +13,8 @@ Matmul = Callable[[Tensor, Tensor], Tensor]
 
 NUM_PARTS = 3
 MAX_ELEMENTS = 1 << 26
-"""Maximum products of elements in memory at once, for each matrix of a batch: 256 MiB."""
+"""Maximum products of elements in memory at once, for each matrix of a batch: 256 MiB. The products
+of a single row may be more."""
 
 
 @runtime_checkable
@@ -67,7 +68,7 @@ def matmul_by_element(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _parts(values: Tensor) -> list[Tensor]:
-    """Tensors of bfloat16 whose sum is `values`, in descending order of their size."""
+    """Bfloat16 tensors whose sum is `values` to float32 precision, the largest part first."""
     parts = [values.bfloat16()]
     if values.dtype == torch.bfloat16:
         return parts

@@ -1,10 +1,10 @@
 """Operators of layers with a fixed-size state per request: causal convolution, and the scans of
 Mamba 2 and of the gated delta rule, over the chunks of a prompt and for a single token.
 
-Plain torch operations in static shapes: loops run over the chunks of a shape, never over data. A
-padding token must leave the state unchanged: its step size (Mamba 2), or the logarithm of its decay
-and its beta (gated delta rule), must be 0. Tensors have at most 5 dimensions, the maximum of Gaudi
-kernels. Parameters `matmul` multiply float32 matrices, which torch.matmul cannot do on some cards.
+Plain torch operations in static shapes: loops depend on shapes, not on data. A padding token must
+leave the state unchanged: its step size (Mamba 2), or the logarithm of its decay and its beta
+(gated delta rule), must be 0. Tensors have at most 5 dimensions, the maximum of Gaudi kernels.
+Parameters `matmul` multiply float32 matrices, which torch.matmul cannot do on some cards.
 """
 
 import math
@@ -215,7 +215,7 @@ def unit_lower_inverse(lower: Tensor, matmul: Matmul = torch.matmul) -> Tensor:
     """(I + `lower`)^-1 of strictly lower triangular matrices (..., L, L).
 
     Block inversion with block sizes that double, ((A, 0), (C, B))^-1 = ((A^-1, 0), (-B^-1 C A^-1,
-    B^-1)): a few matmuls of whole matrices, as exact as row-wise substitution. A product of powers
+    B^-1)): a few matmuls of whole matrices, with small rounding errors. A product of powers
     of `lower` would need fewer operations, but the powers grow without bound for similar keys.
     Gaudi has no triangular solver (aten::linalg_solve_triangular is not registered).
     """

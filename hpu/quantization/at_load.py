@@ -38,8 +38,7 @@ QUANTIZERS: dict[str, Callable[[Tensor], dict[Role, Tensor]]] = {
 class AtLoadScheme:
     """Scheme that quantizes the linear layers and the experts of an unquantized checkpoint, except
     NEVER_QUANTIZED, to the format `name` of SCHEMES_AT_LOAD. If the device has no method for the
-    format, the quantized weights are dequantized again, so that a model has the same weights on
-    every device."""
+    format, the quantized weights are dequantized again."""
 
     def __init__(self, name: str, make_method: MakeMethod, make_moe_method: MakeMoEMethod) -> None:
         self._name = name

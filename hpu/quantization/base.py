@@ -22,7 +22,7 @@ class LinearLayer(Protocol):
     weight: nn.Parameter | None
     """(out, in) of this rank's shard; None if the weight is quantized or a kernel holds it."""
     quantized_weight: QuantizedWeight | None
-    """Replacement of `weight`; None if the layer has no quantized weight."""
+    """QuantizedWeight in place of `weight`, if the method uses one."""
     method: "LinearMethod"
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:

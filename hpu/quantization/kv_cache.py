@@ -80,7 +80,7 @@ class EncodedKVCache:
 
     def rounded(self, x: Tensor) -> Tensor:
         """`x` (..., head_dim) rounded as if it was written to the cache and read back: attention of
-        a prompt over its own tokens then equals attention over the same tokens in the cache."""
+        a prompt over its own tokens then has the same keys and values as in the cache."""
         return self._codec.decode(self._codec.encode(x))
 
 
@@ -163,7 +163,7 @@ def _scales(rows: Tensor) -> Tensor:
 
 class Fp8Format:
     """KVCacheFormat of e4m3 with the range of checkpoints. Stored as uint8, because torch cannot
-    write FP8 by index on a CPU. Values beyond the range are stored as the largest value."""
+    write FP8 by index on a CPU. Values beyond the range are clamped."""
 
     dtype = torch.uint8
     has_layer_scales = True
@@ -205,9 +205,9 @@ def fp8_errors(x: Tensor, scales: Tensor) -> Tensor:
 
 
 class HpuFp8Format:
-    """KVCacheFormat of e4m3 on Gaudi, equal to the uncalibrated format of vLLM's plug-in. Scales of
-    checkpoints keep their meaning on every card: the largest cached value is FP8_MAX times the
-    scale, so on a Gaudi 2, whose e4m3 ends earlier, a stored 1 represents more."""
+    """KVCacheFormat of e4m3 on Gaudi, with the casts of vLLM's plug-in. Scales of checkpoints keep
+    their meaning on every card: the largest cached value is FP8_MAX times the scale, so on a
+    Gaudi 2, whose e4m3 ends earlier, a stored 1 represents more."""
 
     dtype = torch.float8_e4m3fn
     has_layer_scales = True

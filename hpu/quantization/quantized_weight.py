@@ -115,7 +115,7 @@ class Mxfp4Weight(NamedTuple):
         return Mxfp4Weight(self.blocks[outputs], self.scales[outputs])
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """(out, in) in `dtype`; exact in bfloat16."""
+        """(out, in) in `dtype`."""
         return dequantize_mxfp4(self.blocks, self.scales).to(dtype)
 
 

@@ -42,7 +42,7 @@ class _WithoutExperts:
 
 
 class Int8(_WithoutExperts):
-    """Quantizes all linear layers to 8 bits."""
+    """Quantizes linear layers to 8 bits."""
 
     def linear_method(self, weight: LinearShards) -> LinearMethod:
         return WeightOnlyLinearMethod(quantize_int8)

@@ -66,7 +66,8 @@ class RunnerParts:
     input_buffers: InputBufferPool[LaunchArrays]
     vocab_size: int
     make_results: Callable[[Backend, PromptLogits, int], ResultsOf]
-    """Chooses how results get to the host, for a backend, a model and its vocabulary size."""
+    """Chooses how results get to the host, for a back end, the logits of prompts and a vocabulary
+    size."""
     pads: bool
     """Whether launches are padded to the bucket's shape; otherwise shapes follow the real
     requests."""
@@ -469,7 +470,7 @@ class ModelRunner(StepRunner):
             done.pinned = sampled.pinned
             req_indices = req_indices[: len(sampled.tokens)]
             with self._backend.recipe:
-                # Clamped: a planned step may already read a token of -1 (non-finite logits).
+                # Clamped: a planned step may already read a token of -1 (see SamplerOutput).
                 following = sampled.tokens.clamp(0, self._vocab_size - 1).unsqueeze(1)
                 self._last_tokens.index_copy_(0, req_indices, following)
         self._keep_tokens(req_indices, sampled.tokens)

@@ -88,7 +88,7 @@ def _sampling_function(
         if tokens is None:
             tokens = tokens_of(model.logits(hidden), *params)
         tokens = tokens.to(index_dtype)
-        # Clamped: a planned step may already read a token of -1 (non-finite logits).
+        # Clamped: a planned step may already read a token of -1 (see SamplerOutput).
         return tokens, tokens.clamp(min=0).unsqueeze(1)
 
     return sample

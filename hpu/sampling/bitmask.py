@@ -41,7 +41,7 @@ class GrammarBitmasks:
     ) -> None:
         """Fill `out` (rows per request * B, num_words), whose row j * B + i is the bitmask of
         request i after j drafts. Fill `limits` (B,) with the largest number of drafts that has a
-        bitmask."""
+        bitmask; without drafted bitmasks, with all drafts."""
         batch = len(limits)
         width = len(out) // batch
         out[:] = -1

@@ -20,7 +20,7 @@ class LogprobsMode(NamedTuple):
 
     is_processed: bool = False
     """True: values after masks, bias and penalties, and for a drawn token also after temperature,
-    min_p, top_k and top_p, which set tokens to -inf. False: raw logits."""
+    min_p, top_k and top_p, which set tokens to -inf. False: values of the raw logits."""
     is_logits: bool = False
     """Whether to report logits instead of log-probabilities."""
 
@@ -92,7 +92,7 @@ def top_logprobs(logits: Tensor, chosen: Tensor, k: int, *, normalises: bool = T
     """Log-probabilities of the tokens `chosen` (M,) and of the `k` (at most V) most likely tokens,
     from `logits` (M, V). The values are the logits themselves if `normalises` is false.
 
-    A chosen token of -1 (non-finite logits) is reported as token 0. A prompt token outside the
+    A chosen token of -1 (see SamplerOutput) is reported as token 0. A prompt token outside the
     vocabulary, such as an image placeholder, has the value -inf.
     """
     logits = logits.float()

@@ -29,7 +29,7 @@ class SamplerOutput(NamedTuple):
 
     tokens: Tensor
     """(rows of the logits,) of the index type; -1 if the largest score is non-finite: NaN or
-    infinity in the logits, or all tokens banned."""
+    positive infinity in the logits, or all tokens banned."""
     logprobs: TopLogprobs | None
     """Log-probabilities of `tokens`; None if no request needs them. k is at least the largest
     requested number."""

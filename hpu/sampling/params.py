@@ -210,7 +210,7 @@ class SamplingColumns:
         return stages
 
     def remove_request(self, req_index: int) -> None:
-        """Reset a request's entry to the defaults."""
+        """Reset the stages and the float32 parameters of a request to the defaults."""
         self._stages[:, req_index] = False
         self._params[:, req_index] = _DEFAULTS
         self._min_tokens[req_index] = 0

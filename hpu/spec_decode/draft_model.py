@@ -168,7 +168,8 @@ class DraftModelProposer:
         return start
 
     def _keep(self, req_index: int, history: Tokens, drafts: list[int]) -> None:
-        """Record that all of `history` and all drafts but the last are computed."""
+        """Record that `history` and, without `reads_hidden`, all drafts but the last are
+        computed."""
         state = self._states[req_index]
         state.length = len(history)
         state.processed = [] if self._reads_hidden else drafts[:-1]

@@ -56,7 +56,7 @@ class ModelDrafter(Drafter):
     device_drafter: type[DeviceModelDrafter] = DeviceModelDrafter
     """Runner of the model on a device with its own memory."""
     reads_hidden = False
-    """Whether the model reads hidden states of the target; see DraftModelProposer."""
+    """See DraftModelProposer."""
 
     def proposer(self, method: SpeculationMethod, launcher: object) -> Proposer:
         assert isinstance(launcher, DraftLauncher), "the draft model is loaded"

@@ -32,8 +32,7 @@ class Verified(NamedTuple):
     """Tokens that a launch accepted."""
 
     tokens: list[list[int]]
-    """For each request, the accepted drafts and the token after them; -1 if logits were not
-    finite."""
+    """For each request, the accepted drafts and the token after them; -1: see SamplerOutput."""
     logprobs: TopLogprobs | None
     """Log-probabilities of all tokens, sorted by request; None if no request needs them."""
 

@@ -31,8 +31,8 @@ RANGES = (200.0, 100.0)
 Values of other prompts may reach 448."""
 STEPS = 16
 """Number of candidate scales, from the smallest scale to just below twice this scale. FP8 is a
-float: a doubled scale has the same relative errors, and candidates in between differ in the errors
-of the largest values, which dominate."""
+float: doubling a scale changes the relative errors of only the smallest values. Candidates in
+between differ in the errors of the largest values, which dominate."""
 
 
 def calculate_kv_scales(loaded: LoadedModel) -> None:

@@ -100,7 +100,7 @@ def profile_launches(
     profiler: Profiler,
 ) -> str:
     """Compile or capture `buckets`, and trace the operations of further runs of all buckets.
-    Returns the path of the trace. Raises ConfigError if the trace cannot be written."""
+    Returns the path of the trace. Raises ConfigError if its folder cannot be created."""
     for bucket in buckets:
         input_buffers.prepare(bucket)
         runner.warm_up(bucket, GREEDY)

@@ -143,7 +143,7 @@ def start_serving(
     on_message: Callable[[], None],
     on_progress: Progress,
 ) -> tuple[Serving, WorkerReady]:
-    """Build all components except the weights, and warm them up. Frees them if it fails.
+    """Build all components except the weights, and warm them up. Frees them if the warm-up fails.
 
     Args:
         capacity: numbers of KV blocks and rings, as Components.capacity; None: choose them.

@@ -201,7 +201,7 @@ class AxialPatches(Patches):
 
 
 def _frames(tensors: Mapping[str, Tensor], rows: Integers) -> list[Prepared]:
-    """Split a video into its frames; an image is returned unchanged."""
+    """Split a video into its frames; an image, or a video of wrong size, is returned unchanged."""
     if "image_grid_thw" not in tensors:
         return [(tensors, rows)]
     grid = tensors["image_grid_thw"].view(1, 3)

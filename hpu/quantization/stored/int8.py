@@ -1,6 +1,6 @@
 """Int8LinearMethod and Int8MoEMethod: 8-bit integers of a checkpoint on Gaudi, dequantized by
-ordinary operators in each launch. The weights take half of the memory of bfloat16; launches are not
-faster."""
+ordinary operators in each launch. The weights take about half of the memory of bfloat16; launches
+are not faster."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -108,8 +108,8 @@ def expand_int8(operands: Operands, dtype: torch.dtype, names: tuple[str, ...]) 
 
 
 def can_expand(weight: StoredWeight) -> bool:
-    """Whether `weight` has 8-bit integers, and this rank has whole groups of inputs or the group of
-    each input."""
+    """Whether `weight` has 8-bit integers, in groups of equal size or with the group of each
+    input."""
     scheme = weight.scheme
     if scheme.is_float or scheme.bits != 8:
         return False

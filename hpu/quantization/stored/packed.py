@@ -100,8 +100,8 @@ def _quantized(
 
 
 def can_pack(weight: StoredWeight) -> bool:
-    """Whether `weight` fits into a QuantizedWeight with groups of whole GROUP_SIZE blocks of
-    inputs."""
+    """Whether the number of outputs is a multiple of OUTPUTS, and `weight` fits into a
+    QuantizedWeight with groups of whole GROUP_SIZE blocks of inputs."""
     size, groups = weight.in_features, weight.num_groups
     if weight.scheme.is_float or weight.out_features % OUTPUTS:
         return False
