@@ -89,6 +89,7 @@ class BlockFiles(NoFiles):
         self._writing = -1
         """Slot being written; -1 if no write is running."""
         self._deletes: deque[bytes] = deque()
+        self._is_deleting = False
         self._reads: deque[FetchBlocks] = deque()
         self._fetched: deque[BlocksFetched] = deque()
         self._is_closed = False
@@ -144,11 +145,13 @@ class BlockFiles(NoFiles):
             self._changed.notify_all()
 
     def flush(self, timeout_s: float) -> None:
-        """Wait at most `timeout_s` until no write is pending or running and no deletion is
-        pending."""
+        """Wait at most `timeout_s` until no write and no deletion is pending or running."""
         with self._changed:
             self._changed.wait_for(
-                lambda: not (self._writes or self._deletes or self._writing >= 0), timeout_s
+                lambda: (
+                    not (self._writes or self._deletes or self._is_deleting or self._writing >= 0)
+                ),
+                timeout_s,
             )
 
     def close(self, *, deletes: bool = False) -> None:
@@ -176,6 +179,7 @@ class BlockFiles(NoFiles):
                     return
                 deleted = list(self._deletes)
                 self._deletes.clear()
+                self._is_deleting = bool(deleted)
                 slot, block_hash = -1, b""
                 if self._writes:
                     slot, block_hash = self._writes.popitem(last=False)
@@ -187,7 +191,7 @@ class BlockFiles(NoFiles):
             if slot >= 0 and self._memory.is_whole(slot):
                 self._write(block_hash, slot)
             with self._changed:
-                self._writing = -1
+                self._writing, self._is_deleting = -1, False
                 self._changed.notify_all()
 
     def _write(self, block_hash: bytes, slot: int) -> None:

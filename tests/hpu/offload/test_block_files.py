@@ -140,6 +140,32 @@ def test_a_dropped_file_is_deleted_and_may_be_written_again(
     assert read(files, NAMES[:1], [1]).missing == [0]
 
 
+def test_flush_waits_for_a_running_deletion(
+    files: BlockFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unlink, has_begun, may_end = Path.unlink, Event(), Event()
+
+    def slow_unlink(path: Path) -> None:
+        has_begun.set()
+        assert may_end.wait(WAIT_S)
+        unlink(path)
+
+    files.write(NAMES[:1], [0])
+    files.flush(WAIT_S)
+    monkeypatch.setattr(Path, "unlink", slow_unlink)
+    files.drop(NAMES[:1])
+    assert has_begun.wait(WAIT_S)
+    flushing = Thread(target=files.flush, args=(WAIT_S,))
+    flushing.start()
+    flushing.join(0.1)
+    is_waiting = flushing.is_alive()
+    may_end.set()
+    flushing.join(WAIT_S)
+
+    assert is_waiting and not flushing.is_alive()
+    assert read(files, NAMES[:1], [1]).missing == [0]
+
+
 def test_a_restart_finds_the_files_in_order_of_use(tmp_path: Path, pool: Row) -> None:
     files = opened(tmp_path / "kv", pool)
     files.write(NAMES[:3], [0, 1, 2])
