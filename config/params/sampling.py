@@ -168,7 +168,7 @@ def _check_grammar(params: SamplingParams) -> None:
     if isinstance(value, Mapping):
         msgspec.structs.force_setattr(params, "structured_outputs", grammar_spec(value))
     else:
-        ok = value is None or isinstance(value, GrammarSpec)
+        ok = isinstance(value, GrammarSpec | None)
         _check(ok, "structured_outputs", value, "a mapping of a kind to its value")
     grammar, budget = params.structured_outputs, params.thinking_token_budget
     if budget is not None and (grammar is None or grammar.thinking is None):

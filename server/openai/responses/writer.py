@@ -84,7 +84,7 @@ class ResponseWriter:
 
     def feed(self, deltas: list[Delta]) -> bytes:
         events = [event for added in self.add(deltas) for event in added]
-        if self._output.finish_reason is None:
+        if not self._output.finish_reason:
             return self._frames(events)
         self._last_events += events
         return b""
