@@ -1,6 +1,7 @@
 """JSON parsing for settings, checkpoints and input files, with error messages for users."""
 
 import json
+import math
 from typing import Any
 
 _PROBLEMS = {
@@ -15,6 +16,8 @@ _PROBLEMS = {
     "Extra data": "more text follows the value",
 }
 """Messages of Python's JSON decoder -> messages for users who do not know Python."""
+
+_SHOWN = 40
 
 
 def json_problem(error: ValueError) -> str:
@@ -35,10 +38,18 @@ def json_setting_problem(error: ValueError, example: str) -> str:
     return f"which is not JSON: {json_problem(error)}; write it as '{example}'"
 
 
-def parse_json(text: str | bytes) -> Any:
-    """Parse `text`. Raises ValueError for invalid JSON and for values that are nested too
-    deeply."""
+def parse_json(text: str | bytes, *, is_finite: bool = False) -> Any:
+    """Parse `text`. Raises ValueError for invalid JSON and for values that are nested too deeply;
+    with `is_finite` also for NaN and infinite numbers, which Python reads although they are not
+    JSON."""
+    number = _finite_number if is_finite else None
     try:
-        return json.loads(text)
+        return json.loads(text, parse_float=number, parse_constant=number)
     except RecursionError:
         raise ValueError("its values are nested too deeply") from None
+
+
+def _finite_number(text: str) -> float:
+    if not math.isfinite(value := float(text)):
+        raise ValueError(f"{text[:_SHOWN]} is not a finite number")
+    return value

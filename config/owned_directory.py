@@ -69,8 +69,12 @@ class OwnedDirectory:
 def _create(parent: str, prefix: str) -> tuple[str, int]:
     while True:
         path = tempfile.mkdtemp(prefix=prefix, dir=parent)
-        # Not inheritable: a child that outlives this process must not hold the lock.
-        lock = os.open(os.path.join(path, LOCK), os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            # Not inheritable: a child that outlives this process must not hold the lock.
+            lock = os.open(os.path.join(path, LOCK), os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        except FileNotFoundError:
+            # Another starting process removed the empty directory as stale.
+            continue
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -97,10 +101,15 @@ def _remove_stale(parent: str, prefix: str) -> None:
 
 def _remove_if_stale(path: str) -> None:
     """Remove the directory if it belongs to this user and its lock is free. A directory without a
-    lock file has an unknown owner and is not removed. Raises OSError on failure."""
+    lock file is removed only if it is empty, as mkdtemp made it: it may have an unknown owner.
+    Raises OSError on failure."""
     directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
-        if os.fstat(directory).st_uid != os.geteuid():
+        facts = os.fstat(directory)
+        if facts.st_uid != os.geteuid():
+            return
+        if stat.S_IMODE(facts.st_mode) == stat.S_IRWXU and not os.listdir(directory):
+            os.rmdir(path)
             return
         # Without O_NONBLOCK, opening a FIFO with this name would block.
         flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK

@@ -545,7 +545,7 @@ def _object(name: str, text: str) -> dict[str, Any]:
         pairs = (pair.split("=") for pair in text.split(","))
         text = "{" + ",".join(f'"{key}":{value}' for key, value in pairs) + "}"
     try:
-        value = parse_json(text or "{}")
+        value = parse_json(text or "{}", is_finite=True)
     except ValueError as error:
         problem = json_setting_problem(error, _EXAMPLES.get(name, '{"name": "value"}'))
         raise ConfigError(f"{name} is {text!r}, {problem}") from None

@@ -5,9 +5,9 @@ import errno
 import logging
 import os
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import suppress
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -86,19 +86,20 @@ def download_files(
     of an earlier download as it is. `progress` shows progress bars on a terminal. Raises
     ConfigError."""
     cache_dir = None if folder is None else os.path.expanduser(folder)
-    bar, started_s = _reporting(report, progress), time.time()
+    download = partial(
+        huggingface_hub.snapshot_download,
+        model,
+        revision=revision,
+        cache_dir=cache_dir,
+        allow_patterns=list(patterns),
+        ignore_patterns=list(_EXCLUDED),
+    )
+    earlier: set[Path] = set()
+    with suppress(*_errors()):
+        earlier = {file.resolve() for file in _files(Path(download(local_files_only=True)))}
     try:
-        path = Path(
-            huggingface_hub.snapshot_download(
-                model,
-                revision=revision,
-                cache_dir=cache_dir,
-                allow_patterns=list(patterns),
-                ignore_patterns=list(_EXCLUDED),
-                tqdm_class=bar,
-            )
-        )
-        for name in _damaged(path, started_s):
+        path = Path(download(tqdm_class=_reporting(report, progress)))
+        for name in _damaged(path, earlier):
             logger.warning("%s of %s is damaged, and is downloaded again", name, model)
             # Without a network, the reader of the damaged file reports it.
             with suppress(*_errors()):
@@ -110,11 +111,14 @@ def download_files(
         raise ConfigError(_reason(error, model, revision, folder)) from error
 
 
-def _damaged(folder: Path, before_s: float) -> list[str]:
-    """Relative paths of the files downloaded before `before_s` (wall-clock time) that are not
-    whole: a full disk may have truncated them."""
-    files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
-    files = [file for file in files if file.stat().st_mtime < before_s]
+def _files(folder: Path) -> list[Path]:
+    return [file for file in sorted(folder.rglob("*")) if file.is_file()]
+
+
+def _damaged(folder: Path, earlier: Container[Path]) -> list[str]:
+    """Relative paths of the files of `earlier` downloads that are not whole: a full disk may have
+    truncated them."""
+    files = [file for file in _files(folder) if file.resolve() in earlier]
     return [str(file.relative_to(folder)) for file in files if not _is_whole(file)]
 
 

@@ -1,10 +1,8 @@
 """BeamSearchParams: the parameters of a beam search."""
 
-import math
-
 import msgspec
 
-from config.errors import UserError
+from config.errors import UserError, value_text
 
 MAX_LENGTH_PENALTY = 10.0
 """Maximum absolute value of length_penalty. Scores overflow a float far above it."""
@@ -36,10 +34,9 @@ class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
 
 def check_length_penalty(value: float) -> None:
     """Raise UserError for a penalty that is out of range."""
-    number = isinstance(value, (int, float)) and math.isfinite(value)
-    if not (number and abs(value) <= MAX_LENGTH_PENALTY):
+    if not (isinstance(value, (int, float)) and abs(value) <= MAX_LENGTH_PENALTY):
         raise UserError(
-            f"length_penalty is {value!r}, it must be a number between {-MAX_LENGTH_PENALTY:g} and "
-            f"{MAX_LENGTH_PENALTY:g}",
+            f"length_penalty is {value_text(value)}, it must be a number between "
+            f"{-MAX_LENGTH_PENALTY:g} and {MAX_LENGTH_PENALTY:g}",
             param="length_penalty",
         )

@@ -31,7 +31,21 @@ MAX_LISTED_WORDS = 16_384
 table."""
 
 ID_LISTS = ("stop_token_ids", "allowed_token_ids")
-_TUPLES = ("stop", "stop_token_ids", "allowed_token_ids", "bad_words", "bad_words_token_ids")
+_TUPLES = {
+    "stop": "a string or a list of strings",
+    "stop_token_ids": "a list of token ids",
+    "allowed_token_ids": "a list of token ids",
+    "bad_words": "a list of strings",
+    "bad_words_token_ids": "a list of lists of token ids",
+}
+"""List field -> description of the allowed values."""
+_FLAGS = (
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "detokenize",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+)
 
 
 def invalid_token(
@@ -60,7 +74,7 @@ def _refuse(name: str, problem: str) -> NoReturn:
 
 
 def _finite(value: float) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value)
+    return isinstance(value, (int, float)) and -math.inf < value < math.inf
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
@@ -111,8 +125,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Maximum number of reasoning tokens before the output of `structured_outputs`."""
 
     def __post_init__(self) -> None:
-        for name in _TUPLES:
-            _as_tuple(self, name)
+        for name, allowed in _TUPLES.items():
+            _as_tuple(self, name, allowed)
+        if self.logit_bias is None:
+            msgspec.structs.force_setattr(self, "logit_bias", {})
         _check_grammar(self)
         _check_kinds(self)
         _check_bad_words(self)
@@ -152,7 +168,7 @@ def _check_grammar(params: SamplingParams) -> None:
     if isinstance(value, Mapping):
         msgspec.structs.force_setattr(params, "structured_outputs", grammar_spec(value))
     else:
-        ok = value is None or isinstance(value, GrammarSpec)
+        ok = isinstance(value, GrammarSpec | None)
         _check(ok, "structured_outputs", value, "a mapping of a kind to its value")
     grammar, budget = params.structured_outputs, params.thinking_token_budget
     if budget is not None and (grammar is None or grammar.thinking is None):
@@ -168,11 +184,16 @@ def _is_integer(value: object) -> bool:
 
 
 def _check_kinds(params: SamplingParams) -> None:
-    """Raise UserError for an integer field, a token id or a bad word of the wrong type. Without a
-    server, no schema has checked these types."""
+    """Raise UserError for an integer, a boolean, a token id or a bad word of the wrong type.
+    Without a server, no schema has checked these types."""
     for name in ("n", "top_k", "min_tokens", *_OPTIONAL):
         value = getattr(params, name)
         _check(value is None or _is_integer(value), name, value, "an integer")
+    for name in _FLAGS:
+        value = getattr(params, name)
+        _check(isinstance(value, bool), name, value, "true or false")
+    biases = params.logit_bias
+    _check(isinstance(biases, Mapping), "logit_bias", biases, "an object of token ids and biases")
     for name in (*ID_LISTS, "logit_bias"):
         tokens = getattr(params, name) or ()
         if isinstance(tokens, bytes) or set(map(type, tokens)) <= {int}:
@@ -266,6 +287,8 @@ def _check_each_bias(biases: Mapping[int, float]) -> None:
 def _check_bad_words(params: SamplingParams) -> None:
     words = params.bad_words_token_ids
     name = "bad_words_token_ids"
+    for word in words:
+        _check(isinstance(word, (list, tuple)), name, word, "made of lists of token ids")
     if len(words) > MAX_BAD_WORDS:
         _refuse(name, f"has {len(words)} words, at most {MAX_BAD_WORDS} are allowed")
     for word in words:
@@ -282,9 +305,9 @@ def _check_bad_words(params: SamplingParams) -> None:
         msgspec.structs.force_setattr(params, name, tuple(map(tuple, words)))
 
 
-def _as_tuple(params: SamplingParams, name: str) -> None:
+def _as_tuple(params: SamplingParams, name: str, allowed: str) -> None:
     """Convert a string or a list to a tuple. None becomes an empty tuple; for allowed_token_ids it
-    stays None."""
+    stays None. Raises UserError for a value that is no list; it must be `allowed`."""
     value = getattr(params, name)
     if isinstance(value, tuple) or (value is None and name == "allowed_token_ids"):
         return
@@ -295,6 +318,8 @@ def _as_tuple(params: SamplingParams, name: str) -> None:
         value = ()
     elif isinstance(value, str):
         value = (value,)
-    elif isinstance(value, Iterable):
+    else:
+        is_list = isinstance(value, Iterable) and not isinstance(value, Mapping)
+        _check(is_list, name, value, allowed)
         value = tuple(value)
     msgspec.structs.force_setattr(params, name, value)

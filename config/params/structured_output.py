@@ -1,6 +1,7 @@
 """GrammarSpec: the grammar of an output as given in a request, before it is compiled."""
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import msgspec
 
 from config.errors import UserError, value_text
+from config.json_text import parse_json
 
 KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 FREE = "free"
@@ -154,29 +156,44 @@ def _parsed(name: str, value: object) -> object:
     if len(value) > MAX_CHARACTERS:
         raise _bad(f"{name} has {len(value)} characters, at most {MAX_CHARACTERS} are allowed")
     try:
-        return json.loads(value)
+        return parse_json(value, is_finite=True)
     except json.JSONDecodeError as error:
         raise _bad(
             f"{name} is a string that is not JSON, it must be an object, or its JSON: "
             f"{error.msg.lower()} at character {error.pos}"
         ) from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise _bad(f"{name} is a string that is not JSON: {error}") from None
 
 
 def _to_json(name: str, value: object) -> str:
     """Compact JSON in the given key order, which is the order of an object's properties. Raises
-    UserError if `least_characters` exceeds MAX_CHARACTERS, or if `json.dumps` rejects
-    `value`; `json.dumps` writes NaN and infinite numbers."""
+    UserError if `least_characters` exceeds MAX_CHARACTERS, and for a value that is not JSON, such
+    as NaN."""
     try:
         if (least := least_characters(value)) > MAX_CHARACTERS:
             raise _bad(
                 f"{name} has at least {least} characters as JSON, at most {MAX_CHARACTERS} are "
                 "allowed"
             )
-        return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+        return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     except (ValueError, TypeError, RecursionError) as error:
-        raise _bad(f"{name} cannot be written as JSON: {error}") from None
+        problem = _infinite_number(value) or str(error)
+        raise _bad(f"{name} cannot be written as JSON: {problem}") from None
+
+
+def _infinite_number(value: object) -> str:
+    """Description of a NaN or infinite number in `value`; empty without such a number."""
+    unread: list[tuple[object, object]] = [("", value)]
+    while unread:
+        key, entry = unread.pop()
+        if isinstance(entry, float) and not math.isfinite(entry):
+            return f"its {value_text(key)} is {entry}, it must be a finite number"
+        if isinstance(entry, dict):
+            unread += entry.items()
+        elif isinstance(entry, (list, tuple)):
+            unread += [(key, inner) for inner in entry]
+    return ""
 
 
 def least_characters(value: object) -> int:

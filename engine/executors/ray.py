@@ -47,6 +47,9 @@ START_TIMEOUT_S = 120.0
 LOST = -signal.SIGKILL
 """Exit code reported for a worker whose actor or node was lost."""
 
+MAX_LOSS_CHARACTERS = 400
+"""Maximum length of Ray's reason for a loss in an error."""
+
 
 class ActorLocation(NamedTuple):
     """Location of a worker's actor."""
@@ -124,6 +127,8 @@ class RayWorker:
         self._on_exit = on_exit
         self._is_closing = False
         self._code: int | None = None
+        self._loss = ""
+        """Ray's reason for the loss of the actor; empty: the actor reported the exit code."""
         self.sentinel, self._alive = os.pipe()
         self.pid = _answer(actor.start.remote(name, msgspec.msgpack.encode(orders), place.card))
         self._watcher = threading.Thread(target=self._watch, name=f"watch-{name}", daemon=True)
@@ -135,8 +140,8 @@ class RayWorker:
     @property
     def end(self) -> ProcessEnd:
         ending = "has not ended" if self._code is None else describe_exit(self._code)
-        if self._code == LOST:
-            ending = "is lost: its Ray node or the actor that started it has ended"
+        if self._loss:
+            ending = f"is lost: its Ray node or the actor that started it has ended ({self._loss})"
         process = f"{self._name} (process {self.pid} on {self._place.address})"
         return ProcessEnd(f"{process} {ending}", is_external_end(self._code or 0), self.pid)
 
@@ -159,8 +164,8 @@ class RayWorker:
         try:
             self._code = ray.get(self._actor.wait.remote())
         except RayError as error:
+            self._loss = " ".join(str(error).split())[:MAX_LOSS_CHARACTERS]
             self._code = LOST
-            logger.debug("%s: %s", self._name, error)
         os.close(self._alive)
         if not self._is_closing:
             self._on_exit(self.end)

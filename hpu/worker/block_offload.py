@@ -213,16 +213,12 @@ def _acquire_folder(
 
 
 def _identity(loaded: LoadedModel, widths: tuple[int, ...]) -> dict[str, object]:
-    config, facts = loaded.config, asdict(loaded.model_config)
-    # The raw fields, because json would write the object with its address.
-    facts["fields"] = loaded.model_config.fields.raw
-    del facts["path"], facts["generation_defaults"]
+    config, drafter = loaded.config, loaded.drafter
     return {
         "version": VERSION,
-        "model": facts,
-        "weights": _weights(config.model, config.load_format),
+        "model": _model(loaded),
         "seed": config.seed if config.load_format == DUMMY else 0,
-        "drafter": None if loaded.drafter is None else _weights(loaded.drafter.config.model, ""),
+        "drafter": None if drafter is None else _model(drafter),
         "quantization": [config.quantization, _stamp(config.quant_config)],
         "model_impl": config.model_impl,
         "device": [
@@ -238,6 +234,15 @@ def _identity(loaded: LoadedModel, widths: tuple[int, ...]) -> dict[str, object]
         "rope": [loaded.max_model_len],
         "ranks": [config.parallel.tensor_parallel_size, config.parallel.pipeline_parallel_size],
     }
+
+
+def _model(loaded: LoadedModel) -> list[object]:
+    """The facts and the weights of a model or a drafter."""
+    facts = asdict(loaded.model_config)
+    # The raw fields, because json would write the object with its address.
+    facts["fields"] = loaded.model_config.fields.raw
+    del facts["path"], facts["generation_defaults"]
+    return [facts, _weights(loaded.config.model, loaded.config.load_format)]
 
 
 def _weights(model: str, load_format: str) -> list[object]:

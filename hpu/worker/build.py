@@ -583,7 +583,7 @@ def _estimated_activations(loaded: LoadedModel) -> int:
         loaded.model_config,
         **sizes,
         num_seqs=scheduler.max_num_seqs,
-        num_prompts=scheduler.prefill_batch(),
+        num_prompts=scheduler.prefill_batch(is_exact=not loaded.pads),
         images_per_request=loaded.config.cache.cross_attention_images,
     )
 

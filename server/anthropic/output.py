@@ -46,8 +46,9 @@ def full_message(
 ) -> dict[str, Any]:
     """The complete message of `choice`."""
     parts = choice.message.parts
-    is_cut = choice.finish_reason == "length"
-    content = [_block(part, is_cut=is_cut, shows_reasoning=shows_reasoning) for part in parts]
+    # Only the last part can be cut.
+    cut = parts[-1] if choice.finish_reason == "length" and parts else None
+    content = [_block(part, is_cut=part is cut, shows_reasoning=shows_reasoning) for part in parts]
     has_calls = any(part.kind == "tool_call" for part in parts)
     ending = stop_fields(choice.finish_reason, choice.stop_reason, has_calls=has_calls)
     return message_of(job, content) | ending

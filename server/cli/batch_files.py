@@ -89,7 +89,7 @@ def read_lines(file: IO[bytes]) -> Iterator[BatchLine | InvalidLine]:
 
 def _parsed(number: int, raw: bytes) -> BatchLine | InvalidLine:
     try:
-        line = parse_json(raw)
+        line = parse_json(raw, is_finite=True)
     except ValueError as error:
         return InvalidLine(number, None, f"it is not JSON: {json_problem(error)}")
     if not isinstance(line, dict):

@@ -21,6 +21,8 @@ from config.errors import (
     EngineDied,
     ProfileWritten,
     ReasonPrinted,
+    RequestFailed,
+    UserError,
     checkpoint_errors,
 )
 from config.loading.env import chosen_device, disable_autoload, environment, hpu_mode
@@ -104,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             # flag of serve.
             words.insert(0, "serve")
         return _command(words[0])(words[1:])
-    except (CheckpointError, CommandFailed, EngineDied) as error:
+    except (CheckpointError, CommandFailed, EngineDied, RequestFailed) as error:
         print(f"gaudiserve: {error}", file=sys.stderr)
         return 1
     except ReasonPrinted as end:
@@ -112,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ProfileWritten as end:
         print(f"gaudiserve: {end}", file=sys.stderr)
         return 0
-    except ConfigError as error:
+    except (ConfigError, UserError) as error:
         print(f"gaudiserve: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

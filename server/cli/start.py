@@ -29,6 +29,8 @@ from config.server import ServerConfig
 from config.startup_checks import check_checkpoint, check_device, check_model_config
 from engine.client.launcher import exit_with_parent, read_orders
 from server.cli.private_server import PrivateServerArgs
+from server.http.auth import ApiKeys
+from server.http.tls import server_context
 from server.process.engine_host import serve_engines
 from server.process.supervisor import serve
 from server.text.chat_template import read_template
@@ -61,8 +63,12 @@ def start(engine: EngineConfig, server: ServerConfig) -> int:
     """Serve until stopped; returns the exit status. The caller has called `check_device`. Raises
     ConfigError."""
     if server.chat_template:
-        # Check the template before the engine is launched; the API server reads it later.
+        # Check the files before the engine is launched; the API server reads them later.
         read_template(server.chat_template)
+    if engine.data_parallel.has_api_servers:
+        ApiKeys(server.api_keys, server.api_key_file)
+        if server.ssl_certfile:
+            server_context(server)
     names = server.served_model_names or default_names(
         engine.model, {adapter.name for adapter in engine.lora.adapters}
     )

@@ -315,6 +315,8 @@ class ChoiceParsers:
         new_id: Callable[[], str],
     ) -> None:
         """`new_id` creates the id of a call."""
+        self.num_reasoning_tokens = 0
+        """Reasoning tokens of all choices so far, tags included."""
         self._readers: dict[int, ChoiceParser] = {}
         """Parsers by choice index."""
         self._tokenizer = tokenizer
@@ -357,16 +359,22 @@ class ChoiceParsers:
         is_named = calls is not None and calls.is_named
         return ChoiceParser(parser, counter, is_named=is_named)
 
-    def parser(self, index: int) -> ChoiceParser:
-        """The parser of choice `index`."""
+    def parse(self, delta: Delta) -> list[ParserEvent]:
+        """Parser events of `delta`. Call it once per delta."""
+        parser = self._parser(delta.index)
+        num_tokens = parser.num_reasoning_tokens
+        events = parser.parse(delta)
+        self.num_reasoning_tokens += parser.num_reasoning_tokens - num_tokens
+        return events
+
+    def finish_reason(self, delta: Delta) -> str | None:
+        """Finish reason of the choice of `delta`; None before its end. Call it after `parse`."""
+        return self._parser(delta.index).finish_reason(delta.finish_reason)
+
+    def _parser(self, index: int) -> ChoiceParser:
         if index not in self._readers:
             self._readers[index] = self._make()
         return self._readers[index]
-
-    @property
-    def num_reasoning_tokens(self) -> int:
-        """Reasoning tokens of all choices so far."""
-        return sum(reader.num_reasoning_tokens for reader in self._readers.values())
 
     @cached_property
     def marker_token_ids(self) -> frozenset[int]:

@@ -283,9 +283,14 @@ class Generation:
         """`pacer` paces the output of all requests."""
         self.engine = 0
         """Engine of the first sequence."""
+        self.num_prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+        """Prompt tokens; each prompt is counted once, independent of n."""
+        self.num_cached_tokens = 0
+        """Prompt tokens found in the prefix cache by the first choice of each prompt."""
+        self.num_output_tokens = 0
+        """Tokens of all choices so far, including end tokens and matched stop strings."""
         self._pacer = pacer
         self._client = client
-        self._prompts = prompts
         self._num_choices = num_choices
         self._sequences: list[Sequence] = []
         self._instant: list[Sequence] = []
@@ -312,23 +317,6 @@ class Generation:
     def num_sequences(self) -> int:
         """Number of choices, over all prompts."""
         return len(self._sequences)
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Prompt tokens; each prompt is counted once, independent of n."""
-        return sum(len(prompt.token_ids) for prompt in self._prompts)
-
-    @property
-    def num_cached_tokens(self) -> int:
-        """Prompt tokens found in the prefix cache by the first choice of each prompt."""
-        return sum(sequence.num_cached_tokens for sequence in self._sequences[:: self._num_choices])
-
-    @property
-    def num_output_tokens(self) -> int:
-        """Tokens of all choices so far, including end tokens and matched stop strings."""
-        if len(self._sequences) == 1:
-            return self._sequences[0].num_output_tokens
-        return sum([sequence.num_output_tokens for sequence in self._sequences])
 
     @property
     def num_unread_bytes(self) -> int:
@@ -405,7 +393,12 @@ class Generation:
         if finish is not None:
             del self._queues[index]
             check_finish(finish)
+        num_cached, num_output = sequence.num_cached_tokens, sequence.num_output_tokens
         delta = sequence.take(update, time.monotonic() - self._started_s)
+        # Running totals: a stream may report them in every chunk of every choice.
+        self.num_output_tokens += sequence.num_output_tokens - num_output
+        if index % self._num_choices == 0:
+            self.num_cached_tokens += sequence.num_cached_tokens - num_cached
         if sequence.is_finished and finish is None:
             # The choice ended at a stop string, which only the API server checks.
             self._client.abort([self._queues.pop(index).key])

@@ -15,6 +15,9 @@ MAX_FILE_BYTES = 4 * 2**20
 EXPIRED, NOT_YET_VALID = 10, 9
 """OpenSSL's X509_V_ERR_CERT_HAS_EXPIRED and X509_V_ERR_CERT_NOT_YET_VALID."""
 
+_MISMATCHES = ("KEY_VALUES_MISMATCH", "KEY_TYPE_MISMATCH")
+"""OpenSSL's reasons for a key of another certificate."""
+
 
 class Tls:
     """TLS settings of the server. `context` is for new connections."""
@@ -38,33 +41,56 @@ class Tls:
         self.context = self._read()
 
     def _read(self) -> ssl.SSLContext:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        _load(context, self._config)
-        if self._config.ssl_ca_certs:
-            _check_readable("--ssl-ca-certs", self._config.ssl_ca_certs)
-            try:
-                context.load_verify_locations(self._config.ssl_ca_certs)
-            except (OSError, ssl.SSLError) as error:
-                raise ConfigError(
-                    f"--ssl-ca-certs is {self._config.ssl_ca_certs}, which cannot be read: {error}"
-                ) from error
-            context.verify_mode = ssl.CERT_REQUIRED
-        else:
+        context = server_context(self._config)
+        if not self._config.ssl_ca_certs:
             warn_if_out_of_date(context, self._config.ssl_certfile)
         return context
 
 
-def _load(context: ssl.SSLContext, config: ServerConfig) -> None:
+def server_context(config: ServerConfig) -> ssl.SSLContext:
+    """Context of the server with the files of `config`. Raises ConfigError for files that cannot be
+    used."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    _check_readable("--ssl-certfile", config.ssl_certfile)
+    _check_readable("--ssl-keyfile", config.ssl_keyfile)
+    _load_key(context, config)
+    if config.ssl_ca_certs:
+        _check_readable("--ssl-ca-certs", config.ssl_ca_certs)
+        _load_authorities(context, "--ssl-ca-certs", config.ssl_ca_certs)
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
+def _load_key(context: ssl.SSLContext, config: ServerConfig) -> None:
     certificate, key = config.ssl_certfile, config.ssl_keyfile
-    _check_readable("--ssl-certfile", certificate)
-    _check_readable("--ssl-keyfile", key)
-    try:
+    is_encrypted = False
+
+    def password() -> str:
+        nonlocal is_encrypted
+        is_encrypted = True
         # Without a password, OpenSSL would prompt for it on the terminal.
-        context.load_cert_chain(certificate, key, config.ssl_keyfile_password or "")
-    except (OSError, ssl.SSLError, ValueError) as error:
-        raise ConfigError(
-            f"--ssl-certfile {certificate} and --ssl-keyfile {key} cannot be used together: {error}"
-        ) from error
+        return config.ssl_keyfile_password
+
+    try:
+        context.load_cert_chain(certificate, key, password)
+    except (OSError, ValueError) as error:
+        # Raises the error of a file without a certificate.
+        _load_authorities(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), "--ssl-certfile", certificate)
+        problem = "which has no private key in PEM"
+        if getattr(error, "reason", None) in _MISMATCHES:
+            problem = f"whose key is not the key of --ssl-certfile, {certificate}"
+        elif is_encrypted and config.ssl_keyfile_password:
+            problem = "which --ssl-keyfile-password does not decrypt"
+        elif is_encrypted:
+            problem = "which is encrypted: set --ssl-keyfile-password"
+        raise ConfigError(f"--ssl-keyfile is {key}, {problem}") from error
+
+
+def _load_authorities(context: ssl.SSLContext, name: str, path: str) -> None:
+    try:
+        context.load_verify_locations(path)
+    except OSError as error:
+        raise ConfigError(f"{name} is {path}, which has no certificate in PEM ({error})") from error
 
 
 def _check_readable(name: str, path: str) -> None:

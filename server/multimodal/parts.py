@@ -240,7 +240,14 @@ def place_images(
     param: str,
 ) -> PromptImages:
     """Find the placeholder tokens of images and videos in a tokenized prompt. Raises UserError if
-    their number does not match the images and videos."""
+    their number does not match the images and videos, and for an image without tokens."""
+    for number, image in enumerate(images, 1):
+        if not image.num_tokens:
+            raise UserError(
+                f"image {number} of the prompt has 0 image tokens, it must have at least 1: send "
+                "a larger image",
+                param=param,
+            )
     positions = [index for index, token in enumerate(token_ids) if token in image_token_ids]
     expected = sum(image.num_tokens for image in images)
     if len(positions) != expected:

@@ -3,16 +3,18 @@ a request, without running it. Routers that are aware of prefix caches need the 
 result without images or videos is a body for /inference/v1/generate."""
 
 from collections.abc import Sequence
+from functools import partial
 
-import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from config.errors import UserError
+from config.params.sampling import SamplingParams
 from config.params.structured_output import fields_of
 from server.generation.outputs import Prompt
 from server.http.body import Fields, long_json_response, parse
+from server.http.json_encoder import encode_json
 from server.http.openapi import ANSWERS, takes
 from server.multimodal.messages import IMAGE, VIDEO
 from server.multimodal.processor import ProcessedImage
@@ -88,12 +90,7 @@ async def _rendered(
     num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
     check_queued_tokens(state, num_tokens * params.n, param)
     _, limits = await state.generation_pipeline().check_request(prompts, params, param)
-    sampling = {name: getattr(params, name) for name in SAMPLING_FIELDS}
-    # Keys of a JSON object are strings.
-    sampling["logit_bias"] = {str(token_id): bias for token_id, bias in params.logit_bias.items()}
-    grammar = params.structured_outputs
-    sampling["structured_outputs"] = (fields_of(grammar) or None) if grammar else None
-    _check_size(len(msgspec.json.encode(sampling)), len(prompts))
+    sampling = await body.on_thread_if_large(partial(_sampling_fields, params, len(prompts)))
     options = body.stream_options
     return [
         {
@@ -114,6 +111,18 @@ async def _rendered(
         }
         for prompt, limit in zip(prompts, limits, strict=True)
     ]
+
+
+def _sampling_fields(params: SamplingParams, num_prompts: int) -> Fields:
+    """The `sampling_params` without max_tokens. Raises UserError if they are too long for
+    `num_prompts` prompts."""
+    sampling = {name: getattr(params, name) for name in SAMPLING_FIELDS}
+    # Keys of a JSON object are strings.
+    sampling["logit_bias"] = {str(token_id): bias for token_id, bias in params.logit_bias.items()}
+    grammar = params.structured_outputs
+    sampling["structured_outputs"] = (fields_of(grammar) or None) if grammar else None
+    _check_size(len(encode_json(sampling)), num_prompts)
+    return sampling
 
 
 def _check_size(num_bytes: int, num_prompts: int) -> None:

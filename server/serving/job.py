@@ -142,13 +142,13 @@ class ServingRequest(RunningRequest[GenerationStream]):
         """Parser events for `delta`; without parsers, its text. Call it once per delta."""
         if self.parsers is None:
             return [TextDelta(delta.text)] if delta.text else []
-        return self.parsers.parser(delta.index).parse(delta)
+        return self.parsers.parse(delta)
 
     def finish_reason(self, delta: Delta) -> str | None:
         """Finish reason of the choice of `delta`; None before its end. Call it after `events`."""
         if self.parsers is None:
             return delta.finish_reason
-        return self.parsers.parser(delta.index).finish_reason(delta.finish_reason)
+        return self.parsers.finish_reason(delta)
 
     @property
     def num_reasoning_tokens(self) -> int:

@@ -1,5 +1,7 @@
 """config/json_text.py: parsing JSON that an operator writes."""
 
+import math
+
 import pytest
 
 from config.json_text import json_problem, parse_json
@@ -35,3 +37,13 @@ def test_the_error_describes_the_position_of_the_problem(text: str | bytes, prob
         parse_json(text)
 
     assert json_problem(refused.value) == problem
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
+def test_numbers_that_are_not_finite_are_refused_on_request(number: str) -> None:
+    assert not math.isfinite(parse_json(f"[{number}]")[0])
+
+    with pytest.raises(ValueError, match=f"^{number} is not a finite number$"):
+        parse_json(f"[{number}]", is_finite=True)
+
+    assert parse_json("[1.5, 2]", is_finite=True) == [1.5, 2]

@@ -7,10 +7,12 @@ import socket
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from waits import WAIT_S
@@ -76,6 +78,37 @@ def test_directories_of_a_killed_owner_are_removed_at_the_next_start(
     (line,) = caplog.records
     assert "left by a process that was killed" in line.getMessage()
     assert line.levelno == logging.DEBUG
+
+
+def test_an_empty_directory_of_an_owner_killed_before_its_lock_is_removed(tmp_path: Path) -> None:
+    left = tempfile.mkdtemp(prefix=PREFIX, dir=tmp_path)
+    others = [tmp_path / f"{PREFIX}notes", tmp_path / "another"]
+    others[0].mkdir(mode=0o755)
+    others[1].mkdir(mode=0o700)
+
+    made_in(tmp_path).close()
+
+    assert not os.path.exists(left)
+    assert all(other.exists() for other in others)
+
+
+def test_a_directory_that_another_start_removes_before_its_lock_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, made = tempfile.mkdtemp, []
+
+    def make_removed(*args: Any, **options: Any) -> str:
+        path = make(*args, **options)
+        made.append(path)
+        if len(made) == 1:
+            os.rmdir(path)
+        return path
+
+    monkeypatch.setattr(tempfile, "mkdtemp", make_removed)
+
+    with closing(made_in(tmp_path)) as mine:
+        assert [mine.path] == made[1:]
+        assert Path(mine.path, LOCK).is_file()
 
 
 def test_the_directory_of_a_living_owner_is_kept(tmp_path: Path) -> None:

@@ -69,6 +69,35 @@ cluster.shutdown()
 print(json.dumps(found), flush=True)
 """
 
+ENDS = """
+import faulthandler; faulthandler.dump_traceback_later(90, exit=True)
+import queue, time
+import ray
+from engine.executors.ray import ActorLocation, RayWorker
+
+ray.init("local", num_cpus=1, include_dashboard=False, object_store_memory=80 * 2**20)
+
+@ray.remote(num_cpus=0, max_concurrency=2)
+class Actor:
+    def __init__(self, seconds):
+        self.seconds = seconds
+    def start(self, name, orders, card):
+        return 17
+    def wait(self):
+        time.sleep(self.seconds)
+        return -9
+    def stop(self):
+        pass
+
+ends = queue.Queue()
+for seconds in (0, 60):
+    actor = Actor.remote(seconds)
+    worker = RayWorker("worker 1", actor, ActorLocation("n", "host", None), None, ends.put)
+    if seconds:
+        ray.kill(actor)
+    print(ends.get(timeout=60).description, flush=True)
+"""
+
 
 def marked(mark: str) -> list[str]:
     """The command of each process whose environment has `mark`."""
@@ -107,3 +136,21 @@ def test_two_nodes_give_the_tokens_of_a_single_process_and_a_lost_node_ends_the_
     while marked(mark) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert marked(mark) == []
+
+
+def test_a_killed_worker_is_not_reported_as_lost() -> None:
+    paths = [str(ROOT), *(path for path in [os.environ.get("PYTHONPATH", "")] if path)]
+
+    done = subprocess.run(
+        [sys.executable, "-c", ENDS],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+    assert done.returncode == 0, done.stderr
+    killed, lost = done.stdout.splitlines()
+    assert killed == "worker 1 (process 17 on host) was killed by SIGKILL"
+    assert lost.startswith("worker 1 (process 17 on host) is lost: its Ray node or the actor that ")
+    assert "has ended (The actor died" in lost

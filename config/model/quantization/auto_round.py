@@ -113,7 +113,7 @@ def _blocks(fields: Fields) -> tuple[str, ...]:
     flat = [name for part in names for name in (part if isinstance(part, list) else [part])]
     if not all(isinstance(name, str) for name in flat):
         raise refused(fields, "block_name_to_quantize", value, "names of modules")
-    return tuple(name.strip() for name in flat) or ("Linear",)
+    return tuple(filter(None, map(str.strip, flat))) or ("Linear",)
 
 
 def _overrides(

@@ -301,7 +301,7 @@ def _check(options: argparse.Namespace) -> None:
 
 def _extra_body(text: str) -> dict[str, Any]:
     try:
-        body = parse_json(text)
+        body = parse_json(text, is_finite=True)
     except ValueError as error:
         raise ConfigError(
             f"extra-body is {text!r}, which is not JSON: {json_problem(error)}"

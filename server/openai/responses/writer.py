@@ -47,6 +47,8 @@ class ResponseWriter:
         self.has_ended = False
         """Whether the final status is decided."""
         self._num_events = 0
+        self._last_events: list[StreamEvent] = []
+        """Events of the last delta, which repeat the whole output: encoded with the final event."""
         self._output = ResponseOutput(
             number_of(job.id),
             job.events,
@@ -81,7 +83,11 @@ class ResponseWriter:
         return frames
 
     def feed(self, deltas: list[Delta]) -> bytes:
-        return b"".join([self._frames(events) for events in self.add(deltas)])
+        events = [event for added in self.add(deltas) for event in added]
+        if not self._output.finish_reason:
+            return self._frames(events)
+        self._last_events += events
+        return b""
 
     def add(self, deltas: list[Delta]) -> list[list[StreamEvent]]:
         """Add deltas to the response; returns the events of each delta, not encoded as frames.
@@ -116,7 +122,8 @@ class ResponseWriter:
     def _last_frames(
         self, kind: str, status: str, error: Fields | None
     ) -> tuple[bytes, EndedResponse]:
-        frames = self._frames(self._output.close("incomplete"))
+        events = [*self._last_events, *self._output.close("incomplete")]
+        frames = self._frames(events, is_long=True)
         self._status, self._error = status, error
         if status == "completed":
             self._completed_at = int(time.time())
@@ -125,14 +132,14 @@ class ResponseWriter:
         self._num_events += 1
         return b"".join([frames, last]), ended_response(fields)
 
-    def _frames(self, events: list[StreamEvent]) -> bytes:
-        return b"".join([self._frame(event) for event in events])
-
-    def _frame(self, event: StreamEvent) -> bytes:
-        kind = event["type"]
-        event["sequence_number"] = self._num_events
-        self._num_events += 1
-        return named_frame(kind, event)
+    def _frames(self, events: list[StreamEvent], *, is_long: bool = False) -> bytes:
+        encode = long_named_frame if is_long else named_frame
+        frames = []
+        for event in events:
+            event["sequence_number"] = self._num_events
+            self._num_events += 1
+            frames.append(encode(event["type"], event))
+        return b"".join(frames)
 
 
 def number_of(response_id: str) -> str:

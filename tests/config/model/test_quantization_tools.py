@@ -214,6 +214,17 @@ def test_auto_round_modules_may_have_their_own_settings(tmp_path: Path) -> None:
     assert found.scheme_of("visual.blocks.0.attn.q_proj") is None
 
 
+@pytest.mark.parametrize("blocks", ["", " ", ",", [], [""], None])
+def test_auto_round_without_names_of_blocks_quantizes_all_blocks(
+    blocks: object, tmp_path: Path
+) -> None:
+    config = {**ROUND, "block_name_to_quantize": blocks, "quant_method": "auto-round"}
+
+    found = read(tmp_path, {"quantization_config": config})
+
+    assert found.scheme_of(QUERY) is not None
+
+
 def test_auto_round_fp8_blocks_equal_block_fp8(tmp_path: Path) -> None:
     # The form that release 0.16.1 writes.
     config = {

@@ -38,6 +38,20 @@ from config.params.sampling import SamplingParams, invalid_token
         ("bad_words_token_ids", (("a",),)),
         ("bad_words_token_ids", ((),)),
         ("bad_words", [5]),
+        ("bad_words", 5),
+        ("bad_words_token_ids", [5]),
+        ("bad_words_token_ids", 5),
+        ("stop", 5),
+        ("stop", [5]),
+        ("stop", {"a": 1}),
+        ("stop_token_ids", 5),
+        ("allowed_token_ids", 5),
+        ("logit_bias", 5),
+        ("logit_bias", [5]),
+        ("logit_bias", {5: 10**400}),
+        pytest.param("temperature", 10**400, id="huge"),
+        ("ignore_eos", "no"),
+        ("detokenize", 1),
     ],
 )
 def test_a_value_of_the_wrong_kind_is_refused_by_name(name: str, value: Any) -> None:
@@ -54,6 +68,12 @@ def test_list_parameters_are_stored_as_tuples() -> None:
 
     assert (params.stop, params.stop_token_ids) == (("end",), (3,))
     assert (params.allowed_token_ids, params.bad_words_token_ids) == ((4, 5), ((6, 7),))
+
+
+def test_null_means_an_empty_list_or_object() -> None:
+    params = SamplingParams(stop=None, bad_words=None, logit_bias=None)  # type: ignore[arg-type]
+
+    assert (params.stop, params.bad_words, params.logit_bias) == ((), (), {})
 
 
 def test_an_unchecked_copy_shares_the_lists_of_the_original() -> None:
@@ -73,3 +93,23 @@ def test_invalid_token_returns_a_token_outside_the_vocabulary(
     token_ids: Any, invalid: int | None
 ) -> None:
     assert invalid_token(token_ids, 10) == invalid
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(5, 1.5, True, "x", [5], ["x"], [None], [[1.5]], {"a": 1}),
+        pytest.param(object(), id="object"),
+        pytest.param(10**400, id="huge"),
+    ],
+)
+@pytest.mark.parametrize("name", SamplingParams.__struct_fields__)
+def test_a_value_of_any_type_is_accepted_or_refused_by_name(name: str, value: object) -> None:
+    """Without a server, no schema has checked the types."""
+    error = UserError(name, param=name)
+    try:
+        SamplingParams(**{name: value})
+    except UserError as refused:
+        error = refused
+
+    assert name in error.message and error.param == name

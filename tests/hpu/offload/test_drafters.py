@@ -78,6 +78,18 @@ def test_drafts_after_loaded_blocks_equal_a_large_cache(method: str, tmp_path: P
         assert counts["num_accepted_tokens"] == counts["num_draft_tokens"] > 10
 
 
+def test_blocks_of_a_drafter_with_random_weights_are_written_to_files(tmp_path: Path) -> None:
+    target, speculation = speculating("eagle", tmp_path)
+    for weights in tmp_path.rglob("*.safetensors"):
+        weights.unlink()
+    offload = OffloadConfig(kv_offloading_size=0.01, kv_offloading_dir=str(tmp_path / "kv"))
+
+    with engine(target, offload, speculation=speculation, load_format="dummy") as core:
+        converse(core, rounds=1)
+
+    assert list((tmp_path / "kv").glob("kv-*/*/*/*.kv"))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_drafters_on_a_card_continue_after_loaded_blocks(method: str, tmp_path: Path) -> None:

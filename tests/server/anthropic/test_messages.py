@@ -2,6 +2,7 @@
 
 import json
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,10 @@ from http_rig import (
 )
 
 from server.anthropic.chat_request import to_chat_body
+from server.anthropic.output import full_message
 from server.anthropic.schema import CountBody
+from server.parsers.stream.base import ToolCallArguments, ToolCallStart
+from server.serving.choices import ChoiceOutput
 
 WEATHER = {
     "name": "get_weather",
@@ -256,6 +260,20 @@ async def test_the_input_of_a_truncated_call_has_its_complete_values_as_written(
 
         assert f'"input":{given}' in answer.text
         assert answer.json()["stop_reason"] == "max_tokens"
+
+
+def test_only_the_last_call_of_a_truncated_answer_is_partial() -> None:
+    generation = SimpleNamespace(num_prompt_tokens=1, num_cached_tokens=0, num_output_tokens=9)
+    job: Any = SimpleNamespace(id="m", model="demo", generation=generation, num_reasoning_tokens=0)
+    choice = ChoiceOutput(finish_reason="length")
+    for index in (0, 1):
+        choice.message.add(
+            [ToolCallStart(index, "f"), ToolCallArguments(index, '{"a": 1, "b": "B')]
+        )
+
+    content = full_message(job, choice, shows_reasoning=True)["content"]
+
+    assert [json.loads(bytes(block["input"])) for block in content] == [{}, {"a": 1}]
 
 
 async def test_the_input_of_a_call_that_the_model_left_open_is_empty() -> None:

@@ -42,6 +42,7 @@ def test_a_request_has_the_number_of_its_line(tmp_path: Path) -> None:
         ("Hello", "it is not JSON: a value is missing, or is not written as JSON"),
         ('{"custom_id": "a"', "JSON: a comma or a closing bracket is missing, at column 18"),
         ("[1]", "it is a list, it must be an object"),
+        (request().replace('"hi"', "NaN"), "it is not JSON: NaN is not a finite number"),
         ("3", "it is 3, it must be an object"),
         (request(custom_id=""), "custom_id is '', it must be a string"),
         (request(method="GET"), "method is 'GET', it must be POST"),

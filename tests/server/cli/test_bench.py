@@ -401,6 +401,7 @@ def test_the_table_has_the_requested_rows_and_columns() -> None:
         (["--endpoint", "chat", "--prompt-kind", "tokens"], "accepts text only"),
         (["--num-prompt", "3"], "did you mean --num-prompts"),
         (["--extra-body", "[]"], "must be a JSON object"),
+        (["--extra-body", '{"top_p": NaN}'], "not JSON: NaN is not a finite number"),
         (["--extra-body", "{x"], "not JSON: a name in double quotes is missing, at column 2"),
         (["--json", "/no/such/folder/x.json"], "whose folder does not exist"),
         (["--base-url", "http://localhost:port"], "must look like http://host:port"),

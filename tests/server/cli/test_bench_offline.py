@@ -101,3 +101,21 @@ def test_wrong_flags_are_refused_before_the_model_is_loaded(
 
     assert status == 2
     assert re.search(words, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["throughput", "--n=200"], "n is 200, it must be between 1 and 128"),
+        (["latency", "--n=200", "--num-iters=1"], "n is 200, it must be between 1 and 128"),
+    ],
+)
+def test_a_request_that_the_model_refuses_ends_the_command_with_its_reason(
+    flags: list[str], message: str, folder: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command, *more = [*flags, "--input-len=8", "--output-len=8"]
+
+    status = main(["bench", command, folder, *more, *SMALL])
+
+    assert status == 2
+    assert capsys.readouterr().err.splitlines()[-1] == f"gaudiserve: {message}"

@@ -54,6 +54,28 @@ def test_a_missing_chat_template_ends_the_start_before_any_process(
         start.start(EngineConfig("tiny"), ServerConfig(chat_template="missing.jinja"))
 
 
+def test_an_unusable_certificate_ends_the_start_before_any_process(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(start, "serve", lambda *_: pytest.fail("a process was started"))
+    file = tmp_path / "cert.pem"
+    file.write_text("no certificate")
+
+    with pytest.raises(ConfigError, match=r"--ssl-certfile is .*cert\.pem, which has no"):
+        start.start(
+            EngineConfig("tiny"), ServerConfig(ssl_certfile=str(file), ssl_keyfile=str(file))
+        )
+
+
+def test_a_missing_file_of_keys_ends_the_start_before_any_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(start, "serve", lambda *_: pytest.fail("a process was started"))
+
+    with pytest.raises(ConfigError, match=r"--api-key-file is /none: No such file"):
+        start.start(EngineConfig("tiny"), ServerConfig(api_key_file="/none"))
+
+
 def test_a_flag_that_the_model_does_not_allow_is_a_usage_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import time
 from typing import Any
 
 import pytest
@@ -578,3 +579,40 @@ async def test_long_work_of_many_requests_is_paced_together() -> None:
     beating.cancel()
 
     assert 1 <= most_at_once <= 2
+
+
+async def test_token_counts_of_many_choices_are_read_as_fast_as_those_of_a_single_choice() -> None:
+    """A stream may report them in every chunk of every choice."""
+
+    def reading_s(generation: Generation) -> float:
+        begun_s = time.process_time()
+        for _ in range(2_000):
+            _counts(generation)
+        return time.process_time() - begun_s
+
+    single, many = (
+        await start(ScriptedClient(ready())),
+        await start(ScriptedClient(ready()), [HI] * 500, n=2),
+    )
+
+    assert min(reading_s(many) / reading_s(single) for _ in range(5)) < 4
+
+
+async def test_token_counts_are_the_sums_over_all_choices() -> None:
+    client = ScriptedClient(ready())
+    generation = await start(client, [HI, Prompt(ids("hello"))], n=2)
+    for number, queue in enumerate(client.queues, 1):
+        queue.say(*ids("abcd"[:number]), cached=number)
+        queue.say(*ids("e"), finish="length")
+
+    await read(generation)
+
+    assert _counts(generation) == (len(ids("hihello")), 1 + 3, 1 + 2 + 3 + 4 + 4)
+
+
+def _counts(generation: Generation) -> tuple[int, int, int]:
+    return (
+        generation.num_prompt_tokens,
+        generation.num_cached_tokens,
+        generation.num_output_tokens,
+    )

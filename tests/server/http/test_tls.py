@@ -9,6 +9,12 @@ from pathlib import Path
 
 import pytest
 import trustme
+from cryptography.hazmat.primitives.serialization import (
+    BestAvailableEncryption,
+    Encoding,
+    PrivateFormat,
+    load_pem_private_key,
+)
 
 from config.errors import ConfigError
 from config.server import ServerConfig
@@ -24,6 +30,15 @@ def write(
     (folder / "cert.pem").write_bytes(
         b"".join(cert_chain_pem.bytes() for cert_chain_pem in issued.cert_chain_pems)
     )
+
+
+def encrypt(folder: Path, password: bytes = b"right") -> None:
+    """Encrypt key.pem with `password`."""
+    key = load_pem_private_key((folder / "key.pem").read_bytes(), None)
+    encrypted = key.private_bytes(
+        Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(password)
+    )
+    (folder / "key.pem").write_bytes(encrypted)
 
 
 def configured(folder: Path, **more: str) -> ServerConfig:
@@ -71,7 +86,7 @@ def test_mismatched_files_leave_the_old_certificate_in_use(tmp_path: Path) -> No
     write(authority, tmp_path, "second.test")
     (tmp_path / "key.pem").write_bytes(old_key)
 
-    with pytest.raises(ConfigError, match=r"cert\.pem and --ssl-keyfile .*key\.pem cannot be used"):
+    with pytest.raises(ConfigError, match=r"key\.pem, whose key is not the key of .*cert\.pem"):
         tls.reload()
 
     assert shown_name(tls, authority) == "first.test"
@@ -81,7 +96,19 @@ def test_mismatched_files_leave_the_old_certificate_in_use(tmp_path: Path) -> No
     ("change", "message"),
     [
         (lambda folder: (folder / "cert.pem").unlink(), r"--ssl-certfile is .*No such file"),
-        (lambda folder: (folder / "key.pem").write_text("no key"), r"cannot be used together"),
+        (
+            lambda folder: (folder / "cert.pem").write_text("x"),
+            r"--ssl-certfile is .*cert\.pem, which has no certificate in PEM",
+        ),
+        (
+            lambda folder: (folder / "key.pem").write_text("x"),
+            r"--ssl-keyfile is .*key\.pem, which has no private key in PEM$",
+        ),
+        (
+            lambda folder: trustme.CA().private_key_pem.write_to_path(folder / "key.pem"),
+            r"key\.pem, whose key is not the key of --ssl-certfile, .*cert\.pem$",
+        ),
+        (encrypt, r"key\.pem, which is encrypted: set --ssl-keyfile-password$"),
     ],
 )
 def test_unusable_files_are_refused_with_their_names(
@@ -93,6 +120,18 @@ def test_unusable_files_are_refused_with_their_names(
 
     with pytest.raises(ConfigError, match=message):
         Tls(configured(tmp_path))
+
+
+def test_a_key_needs_its_password(tmp_path: Path) -> None:
+    authority = trustme.CA()
+    write(authority, tmp_path, "first.test")
+    encrypt(tmp_path)
+
+    tls = Tls(configured(tmp_path, ssl_keyfile_password="right"))
+
+    assert shown_name(tls, authority) == "first.test"
+    with pytest.raises(ConfigError, match=r"key\.pem, which --ssl-keyfile-password does not"):
+        Tls(configured(tmp_path, ssl_keyfile_password="wrong"))
 
 
 def test_an_expired_certificate_is_loaded_and_logged(

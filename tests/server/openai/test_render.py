@@ -1,12 +1,15 @@
 """POST /v1/chat/completions/render, /v1/completions/render and /inference/v1/generate."""
 
+import threading
 from typing import Any
 
 import pytest
 from http_rig import EOS, THINKING_TEMPLATE, TalkingClient, events, ids, in_memory
 
-from config.params.structured_output import GrammarSpec
+from config.params.structured_output import GrammarSpec, fields_of
+from server.openai import render
 from server.openai.schema.generate import SAMPLING_FIELDS
+from server.openai.schema.generation import INLINE_IDS
 
 CHAT, TEXT, GENERATE = (
     "/v1/chat/completions/render",
@@ -292,3 +295,23 @@ async def test_the_bytes_of_parameters_repeated_for_many_prompts_are_limited() -
         error = refused.json()["error"]
         assert "are repeated for 1000 prompts, at most 8388608 bytes may be" in error["message"]
         assert error["param"] == "prompt"
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+async def test_the_parameters_of_a_large_body_are_rendered_on_a_thread(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    are_main: list[bool] = []
+
+    def watched(grammar: GrammarSpec) -> dict[str, object]:
+        are_main.append(threading.current_thread() is threading.main_thread())
+        return fields_of(grammar)
+
+    monkeypatch.setattr(render, "fields_of", watched)
+    body: dict[str, Any] = {"messages": HI} if path == CHAT else {"prompt": "hi"}
+    small = {**body, "guided_choice": ["a", "b"]}
+    async with in_memory() as rig:
+        for more in ({}, {"allowed_token_ids": [5] * (INLINE_IDS + 1)}):
+            assert (await rig.post(path, {**small, **more})).status_code == 200
+
+    assert are_main == [True, False]

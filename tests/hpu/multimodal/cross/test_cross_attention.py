@@ -33,7 +33,7 @@ from hpu.model_loader.size_estimate import cross_activation_bytes, cross_tile_by
 from hpu.models.decoder import Decoder
 from hpu.ops.attention import attend_unfused
 from hpu.protocol import RequestSampling
-from hpu.worker.build import _fixed_bytes
+from hpu.worker.build import _estimated_activations, _fixed_bytes
 from hpu.worker.card_plan import CardDemand, plan_card
 
 TOLD = RequestSampling(temperature=0.0, num_prompt_logprobs=0)
@@ -333,6 +333,21 @@ def test_the_estimate_of_a_launch_is_close_to_the_memory_of_a_layer(
         # Queries and outputs take this memory; other layers have them, too.
         other = 4 * rows * length * (4 * loaded.model_config.hidden_size)
         assert measured.peak - other <= estimated <= 1.1 * measured.peak
+    finally:
+        rig.worker.close()
+
+
+def test_the_estimate_of_launches_without_padding_counts_a_prompt_of_every_request(
+    folder: Path, whole: Any
+) -> None:
+    rig = WorkerRig(folder, max_num_seqs=8)
+    try:
+        loaded = rig.worker.loaded
+        assert loaded is not None and not loaded.pads
+        scheduler = replace(loaded.config.scheduler, max_prefill_batch=8)
+        same = replace(loaded, config=replace(loaded.config, scheduler=scheduler))
+
+        assert _estimated_activations(loaded) == _estimated_activations(same)
     finally:
         rig.worker.close()
 

@@ -445,3 +445,35 @@ async def test_the_followers_of_a_response_do_not_delay_other_requests() -> None
     await asyncio.gather(*tasks)
 
     assert max(counts) <= MAX_PER_ITERATION
+
+
+@pytest.mark.parametrize("background", [False, True])
+async def test_events_that_repeat_a_long_output_are_encoded_on_a_thread(
+    background: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: dict[str, set[bool]] = {}
+
+    def watch(name: str) -> None:
+        encode = getattr(writer, name)
+
+        def watched(kind: str, event: dict[str, Any]) -> bytes:
+            is_main = threading.current_thread() is threading.main_thread()
+            threads.setdefault(kind, set()).add(is_main)
+            data: bytes = encode(kind, event)
+            return data
+
+        monkeypatch.setattr(writer, name, watched)
+
+    watch("long_named_frame")
+    watch("named_frame")
+    async with in_memory(TalkingClient(TEXT * 20)) as rig:
+        body = {"input": "hi", "stream": True, "background": background, **LONG}
+        answer = await rig.post(ROUTE, body)
+
+    assert answer.text.count("response.output_text.done") == 2
+    assert {kind for kind, are_main in threads.items() if True not in are_main} == {
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.completed",
+    }

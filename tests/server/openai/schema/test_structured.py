@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 from typing import Any
 
 import msgspec
@@ -262,3 +263,31 @@ def test_a_schema_that_is_too_long_is_refused_before_it_is_written_or_read(
 
     with pytest.raises(UserError, match=f"{words}, at most {structured_output.MAX_CHARACTERS} "):
         structured_output.grammar_spec({"json": value})
+
+
+@pytest.mark.parametrize("name", ["guided_json", "json_schema", "structural_tag"])
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
+async def test_a_schema_as_text_with_a_number_that_is_not_json_is_refused(
+    name: str, number: str
+) -> None:
+    async with in_memory() as rig:
+        refused = await rig.chat(**{name: f'{{"type": "integer", "minimum": {number}}}'})
+
+        error = refused.json()["error"]
+        assert (refused.status_code, error["param"]) == (400, name)
+        assert error["message"] == (
+            f"{name} is a string that is not JSON: {number} is not a finite number"
+        )
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ({"properties": {"a": {"minimum": math.nan}}}, "its 'minimum' is nan, it must be a finite"),
+        ({"enum": [1.0, -math.inf]}, "its 'enum' is -inf, it must be a finite number"),
+        ({"enum": {1}}, "Object of type set is not JSON serializable"),
+    ],
+)
+def test_a_value_of_a_schema_that_is_not_json_is_named(schema: object, words: str) -> None:
+    with pytest.raises(UserError, match=f"^structured_outputs.json cannot be .* JSON: {words}"):
+        structured_output.grammar_spec({"json": schema})
