@@ -4,12 +4,13 @@ FP8 operators, ignored arguments, dropped writes, uneven collectives, words in v
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from child_processes import child_context
 from emulated import emulated
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 BFLOAT16, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
@@ -249,3 +250,18 @@ def test_a_mask_of_two_dimensions_has_one_place_among_the_indices(lazy: bool) ->
         found[mask.to("hpu"), places.to("hpu")] = 1.0
         found[mask.to("hpu"), 2:] += 2.0
         assert torch.equal(found.cpu(), expected)
+
+
+def test_graphed_callables_need_a_gradient_and_return_a_tensor_or_a_tuple() -> None:
+    class Listed(nn.Linear):
+        def forward(self, x: Tensor) -> Any:
+            return [super().forward(x)]
+
+    with emulated():
+        graphed_callables = torch.hpu.make_graphed_callables  # type: ignore[attr-defined]
+        for frozen in (torch.relu, nn.Linear(4, 4).to("hpu").requires_grad_(False)):
+            with pytest.raises(RuntimeError, match="cannot be empty"):
+                graphed_callables(frozen, (_ones(1, 4),))
+        graphed = graphed_callables(Listed(4, 4).to("hpu"), (_ones(1, 4),))
+        with pytest.raises(AssertionError, match="is a list"):
+            graphed(_ones(1, 4))
