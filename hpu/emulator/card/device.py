@@ -515,6 +515,13 @@ class EmulatedDevice:
         clones_host = recording is not None
         inner_args, inner_kwargs = _unwrap(args, clones_host), _unwrap(kwargs, clones_host)
         is_upload = op.is_copy and self._is_upload(args)
+        if (
+            op.is_copy
+            and lazy
+            and not isinstance(args[1], HpuTensor)
+            and not self.variables.int64()
+        ):
+            rules.check_upload(args[1])
         if is_upload and lazy:
             self._launch_before_upload(args[0])
         if self.only_compiled.is_on and op.writes and not is_upload:

@@ -200,6 +200,20 @@ def without_factors(
     return getattr(elu, func._overloadname), (named["self"], alpha)
 
 
+def check_upload(source: Tensor) -> None:
+    """Raise RuntimeError for an upload of int64 beyond 32 bits to a card that holds int64 as int32:
+    lazy mode compares the largest and the smallest value on the host (validateDownCast in the
+    bridge's lazy_kernels.cpp)."""
+    if source.dtype != torch.int64 or not source.numel():
+        return
+    low, high = int(source.min()), int(source.max())
+    if low not in INT32 or high not in INT32:
+        raise RuntimeError(
+            f"Error when trying to cast Long to Int, Input values range [{low}, {high}] exceeds "
+            f"Int range [{INT32[0]}, {INT32[-1]}]"
+        )
+
+
 MAX_INDEX_DIMS = {"aten::index": 5, **dict.fromkeys(PUTS, 8)}
 """Maximum dimensions of a tensor that is read or written by index (the bridge's
 indexing_ops_helper.h and lazy_kernels.cpp)."""
