@@ -412,8 +412,8 @@ class EmulatedDevice:
         return result
 
     def _activation(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+        self, func: torch._ops.OpOverload, args: rules.Arguments, kwargs: rules.Keywords
+    ) -> tuple[torch._ops.OpOverload, rules.Arguments, rules.Keywords]:
         """The operator that the card runs for an activation, and its arguments. By default each
         gelu is approximated (FillGeluParams in the bridge's gelu_gen.cpp). In compiled code torch
         decomposes elu first."""

@@ -576,7 +576,9 @@ def _one_hot(func: Any, args: Arguments, kwargs: Keywords, report: Report) -> Te
     return rows.to(index.dtype)
 
 
-def _searchsorted(func: Any, args: Arguments, kwargs: Keywords, report: Report) -> Any:
+def _searchsorted(
+    func: Callable[..., Tensor], args: Arguments, kwargs: Keywords, report: Report
+) -> Tensor:
     """searchsorted. Raises RuntimeError for values that have other leading dimensions than the
     boundaries: boundaries of one dimension only take such values (SearchSortedMeta in the bridge's
     searchsorted_gen.cpp)."""

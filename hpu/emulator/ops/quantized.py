@@ -199,11 +199,13 @@ class Fp8:
         accumulate: bool = False,
         B_scale_shape: list[int] | None = None,
     ) -> Tensor:
-        """A @ B in float32, times both dequantization scales. Raises RuntimeError for operands
-        other than FP8, of which the bridge's tests have none, for operands of different FP8 types,
-        which its tests have on Gaudi 3 only (test_hpu_scaled_mm.py), for an operand with a value
-        above the range of the card, for `accumulate` without `D`, for a transposed operand of one
-        dimension, and for scales that do not broadcast to their operand."""
+        """A @ B in float32, times both dequantization scales.
+
+        Raises RuntimeError for operands other than FP8 (the bridge's tests have no others), for two
+        FP8 types unless `mixes_types` (test_hpu_scaled_mm.py), for a transposed vector, for values
+        above the card's range, for `accumulate` without `D`, and for scales that do not broadcast
+        to their operand.
+        """
         if not {A.dtype, B.dtype} <= {*NARROW} or (A.dtype != B.dtype and not self._mixes_types):
             raise RuntimeError(
                 "Graph compile failed. fp8_gemm_v2: incompatible types, A is "

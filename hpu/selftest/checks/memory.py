@@ -41,7 +41,7 @@ EITHER = {
         ("hpu_inference_initialize", "hpu_initialize"),
     ),
 }
-"""Groups of names of which a server uses the first that exists, by module of the vendor."""
+"""Groups of old and new names, by module of the vendor: a server uses an existing name."""
 
 
 def memory_stats(card: Card) -> Iterator[Comparison]:

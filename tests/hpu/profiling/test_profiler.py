@@ -263,7 +263,7 @@ def test_operations_without_a_written_trace_are_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "trace.json"
-    # An earlier trace must not be taken for this one.
+    # The file of an earlier trace must not count as written.
     path.write_text("{}")
     profiler = Profiler(CpuBackend(1), ExecutionConfig(profiler=str(path)), None)
     monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", lambda *_: None)
