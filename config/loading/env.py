@@ -355,6 +355,9 @@ def _hpu_variables(config: EngineConfig, *, is_lazy: bool) -> dict[str, str]:
         # The vendor's parameter and `Tensor.to` wrapper is for training; inference servers disable
         # it.
         "PT_HPU_WEIGHT_SHARING": "0",
+        # By default the runtime approximates every gelu by tanh (gelu_gen.cpp and env_flags.yaml of
+        # HabanaAI/gaudi-pytorch-bridge), also where a model has the exact one.
+        "PT_HPU_FORCE_TANH_FOR_GELU": "0",
         # Without this variable the recipe cache counts neither hits nor misses.
         "PT_HPU_ENABLE_CACHE_METRICS": "1",
     }

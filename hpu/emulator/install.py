@@ -193,6 +193,7 @@ class Emulator:
         of lazy mode the package has no graph functions."""
         environment = self.device.variables.environment
         compiled.read_switches(environment)
+        self.device.variables.check()
         environment["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
         environment.setdefault("HABANA_PROFILE", "profile_api_light")
         hpu = vars(self._modules[f"{ROOT}.hpu"])

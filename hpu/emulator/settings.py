@@ -107,14 +107,17 @@ class RuntimeVariables:
         NotImplementedError for other numbers than 0 and 1. Above 1, lazy mode launches each
         operator, but no event and no change of the stream launches any (lazy_kernels.cpp,
         HPUStream.cpp, HPUEvent.cpp). With a leading zero, the number is octal to the library, and
-        a word other than 0 to its Python code (utils/internal.py)."""
+        a word other than 0 to its Python code (utils/internal.py). Raises ValueError for an empty
+        value, which the import of hccl converts to a number (distributed/hccl/__init__.py)."""
         if self._lazy is None:
             text = self.environment.get("PT_HPU_LAZY_MODE")
+            if text == "":
+                raise ValueError("PT_HPU_LAZY_MODE is empty: invalid literal for int()")
             if text and not re.fullmatch("[0-9]{1,18}", text):
                 raise RuntimeError(_unreadable("PT_HPU_LAZY_MODE", text))
             if text and text not in ("0", "1"):
                 raise NotImplementedError(f"PT_HPU_LAZY_MODE={text} is not modelled")
-            self._lazy = self.default_lazy if text is None else text != "0"
+            self._lazy = self.default_lazy if text is None else text == "1"
         return self._lazy
 
     def mode_is_read(self) -> bool:
@@ -141,12 +144,31 @@ class RuntimeVariables:
         return not names or op in names or op.removeprefix("aten::") in names
 
     def flag(self, name: str) -> bool:
-        return self.environment.get(name, "").lower() in ("1", "true", "on")
+        """A switch of the native library. Raises RuntimeError for an unknown word (parse_env_bool
+        in the bridge's env_flags.cpp)."""
+        return _read_switch(name, self.environment.get(name, ""))
+
+    def flag_of_metrics(self, name: str) -> bool:
+        """A switch that the Python code of the metrics reads: it has more words for true, and any
+        other word is false (bool_helper in the bridge's metrics.py)."""
+        return self.environment.get(name, "").lower() in ("y", "yes", "t", "true", "on", "1")
+
+    def forces_tanh(self) -> bool:
+        """Whether gelu is approximated by tanh: by default it is (the bridge's env_flags.yaml)."""
+        text = self.native("PT_HPU_FORCE_TANH_FOR_GELU")
+        return _read_switch("PT_HPU_FORCE_TANH_FOR_GELU", text or "1")
+
+    def check(self) -> None:
+        """Raise RuntimeError for a word that the library cannot read when it is loaded, and
+        NotImplementedError if a variable switches all launches off."""
+        self.flag("PT_HPU_INFERENCE_MODE")
+        if self.flag("PT_COMPILE_ONLY_MODE"):
+            raise NotImplementedError("PT_COMPILE_ONLY_MODE from the start is not modelled")
 
     def int64(self) -> bool:
         """Whether int64 has 64 bits: by default only outside of lazy mode."""
         text = self.native("PT_ENABLE_INT64_SUPPORT")
-        return text.lower() in ("1", "true") if text else not self.lazy()
+        return _read_switch("PT_ENABLE_INT64_SUPPORT", text) if text else not self.lazy()
 
     def native(self, name: str) -> str:
         """A variable of the native library, which caches the value of the first read, even if the
@@ -177,13 +199,20 @@ class RuntimeVariables:
         """Whether this process deletes earlier recipes, which only local rank 0 does (the bridge's
         cache_file_handler.cpp). Raises RuntimeError for an unknown word."""
         words = self.environment.get(RECIPE_CACHE_CONFIG, "").split(",")
-        word = words[1].lower() if len(words) > 1 else ""
-        if word not in ("", *TRUE, *FALSE):
-            raise RuntimeError(_unreadable("PT_CACHE_FOLDER_DELETE", word))
-        return word in TRUE and self.environment.get("LOCAL_RANK", "0") == "0"
+        word = words[1] if len(words) > 1 else ""
+        deletes = _read_switch("PT_CACHE_FOLDER_DELETE", word)
+        return deletes and self.environment.get("LOCAL_RANK", "0") == "0"
 
 
 TRUE, FALSE = ("1", "true"), ("0", "false")
+
+
+def _read_switch(name: str, text: str) -> bool:
+    """A switch of the native library, False if it is empty. Raises RuntimeError for an unknown
+    word."""
+    if text.lower() not in ("", *TRUE, *FALSE):
+        raise RuntimeError(_unreadable(name, text))
+    return text.lower() in TRUE
 
 
 def _unreadable(name: str, text: str) -> str:

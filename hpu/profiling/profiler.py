@@ -96,6 +96,8 @@ class Trace(NoTrace):
         """(number in this trace, start and end of submission in seconds) of each step in flight."""
         self._deferred: dict[int, tuple[float, float]] = {}
         """(start, end) of launching the deferred sampling in seconds, for each step in flight."""
+        self._failure: OSError | None = None
+        """Why the trace is over and its file has no events."""
         self._write()
 
     def submitted(self, output: AsyncStepOutput, begun_s: float) -> None:
@@ -130,13 +132,18 @@ class Trace(NoTrace):
 
     def end(self) -> str:
         """Write the file and stop recording, unless the trace is over; returns the path. Raises
-        OSError if the file cannot be written."""
+        OSError if the file cannot be written, also if an earlier call could not write it."""
         if not self.is_over:
             self.is_over = True
-            self._write()
+            try:
+                self._write()
+            except OSError as error:
+                self._failure = error
             self._events.clear()
             self._submitted.clear()
             self._deferred.clear()
+        if self._failure:
+            raise self._failure
         return self.path
 
     def end_quietly(self, reason: str) -> None:
@@ -243,8 +250,8 @@ class Profiler:
     def trace_operations(self, run: Callable[[], None]) -> str:
         """Trace the operations of `run` on host and device with torch's profiler; returns the path
         of the file. `run` is called OPERATION_RUNS times and must wait for the device; only the
-        last run is traced, the others warm up the profiler. Raises ConfigError when the folder of
-        the file cannot be created; torch only logs that it cannot write the file."""
+        last run is traced, the others warm up the profiler. Raises ConfigError if the file cannot
+        be written."""
         path = self._path()
         kinds = torch.profiler.ProfilerActivity
         device = getattr(kinds, self._backend.device.type.upper())
@@ -256,10 +263,14 @@ class Profiler:
         )
         try:
             os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+            # Torch does not raise an error for a file that it cannot write.
+            Path(path).write_bytes(b"")
             with profiler:
                 for _ in range(OPERATION_RUNS):
                     run()
                     profiler.step()
+            if Path(path).is_file() and not os.path.getsize(path):
+                raise OSError("torch has written no events")
         except OSError as error:
             raise ConfigError(f"the trace cannot be written to {path}: {error}") from None
         return path

@@ -2,7 +2,7 @@
 
 import functools
 import zlib
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, MutableMapping, Sequence
 from datetime import timedelta
 from types import ModuleType
 from typing import Any
@@ -92,13 +92,13 @@ def with_known_types(
     @functools.wraps(original)
     def run(group: dist.ProcessGroup, out: Tensor, given: Tensor, *args: object) -> object:
         if device_tensors((out, given)):
-            TYPED[name](out, given, has_lazy_collectives())
+            TYPED[name](out, given, has_lazy_collectives(), *args)
         return original(group, out, given, *args)
 
     return run
 
 
-def _check_gathered(out: Tensor, given: Tensor, has_lazy: bool) -> None:
+def _check_gathered(out: Tensor, given: Tensor, has_lazy: bool, *_: object) -> None:
     """Raise RuntimeError for an odd number of bytes and a result of several dimensions: the bridge
     pads bytes to pairs, and cannot remove the padding from such a result (restoreTensorsize in
     process_group_lazy_hccl.cpp and process_group_hccl_base.cpp)."""
@@ -106,7 +106,7 @@ def _check_gathered(out: Tensor, given: Tensor, has_lazy: bool) -> None:
         raise RuntimeError(f"only support 1D tensor, got {tuple(out.shape)} {out.dtype}")
 
 
-def _check_scattered(out: Tensor, given: Tensor, has_lazy: bool) -> None:
+def _check_scattered(out: Tensor, given: Tensor, has_lazy: bool, *_: object) -> None:
     """Raise RuntimeError for types that the library rejects (RETURN_ON_INVALID_DATA_TYPE of
     HabanaAI/HCL) and that the bridge does not cast first: it casts bytes to float32 only without
     lazy collectives (_reduce_scatter_base)."""
@@ -115,9 +115,28 @@ def _check_scattered(out: Tensor, given: Tensor, has_lazy: bool) -> None:
         raise RuntimeError(f"Collective call returned error: unsupported data type {given.dtype}")
 
 
-TYPED = {
+def _check_pieces(
+    out: Tensor,
+    given: Tensor,
+    has_lazy: bool,
+    received: Sequence[int] = (),
+    sent: Sequence[int] = (),
+    *_: object,
+) -> None:
+    """Raise RuntimeError for lazy collectives that receive pieces of other sizes than they send:
+    the bridge receives pieces of the sizes `sent` (HcclAllToAllOutOperator in its
+    hccl_kernels.cpp)."""
+    if has_lazy and list(received) != list(sent):
+        raise RuntimeError(
+            f"a lazy all_to_all receives pieces of the sizes {list(sent)} that it sends, not "
+            f"{list(received)}"
+        )
+
+
+TYPED: dict[str, Callable[..., None]] = {
     **dict.fromkeys(("_allgather_base", "all_gather_single"), _check_gathered),
     **dict.fromkeys(("_reduce_scatter_base", "reduce_scatter_single"), _check_scattered),
+    **dict.fromkeys(("alltoall_base", "all_to_all_single"), _check_pieces),
 }
 """Check of the arguments of a method of torch's ProcessGroup, by the method's name."""
 

@@ -61,7 +61,7 @@ class FusedSDPA:
         if recomputes and return_dropout_mask:
             raise AssertionError("Return_dropout_mask is not supported in recompute mode")
         shape, (q, k, v, attn_mask) = q.shape, _grouped(q, k, v, attn_mask)
-        if given and not has_window(vars(torch)["hpu"].emulated.config.release):
+        if given and not has_window(_hpu().emulated.config.release):
             raise TypeError(
                 f"FusedSDPA.forward() takes from 4 to 14 positional arguments but {14 + len(given)}"
                 " were given"
@@ -83,9 +83,12 @@ class FusedSDPA:
 def _recomputes(q: Tensor, mode: bool | None) -> bool:
     """Whether to use the recompute kernel, which stores no probabilities; always for a single
     query."""
-    hpu: Any = vars(torch)["hpu"]
-    wanted: bool = mode if isinstance(mode, bool) else hpu.recompute_sdp_enabled()
+    wanted: bool = mode if isinstance(mode, bool) else _hpu().recompute_sdp_enabled()
     return q.shape[-2] == 1 or wanted
+
+
+def _hpu() -> Any:
+    return vars(torch)["hpu"]
 
 
 def fp8_fused_sdpa(
@@ -110,7 +113,13 @@ def fp8_fused_sdpa(
     recompute: bool | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """FusedSDPA with FP8 operands, or with measurement of unquantized operands: (out, largest
-    softmax weight, largest |output|). Scales may be numbers, as the FP8 compressor passes them."""
+    softmax weight, largest |output|). Scales may be numbers, as the FP8 compressor passes them.
+    Raises NotImplementedError without recomputation, which the card computes by fp8_sdpa_fwd,
+    without the largest output (the bridge's Fp8FusedSDPA.py)."""
+    recomputes = recompute if isinstance(recompute, bool) else _hpu().recompute_sdp_enabled()
+    if not recomputes:
+        raise NotImplementedError("fp8_fused_sdpa without recomputation is not modelled")
+    softmax_mode, seq_padding_type = softmax_mode.lower(), seq_padding_type.lower()
     shape, (q, k, v, attn_mask) = q.shape, _grouped(q, k, v, attn_mask)
     scales = (
         torch.tensor(scale).to(q.device) if isinstance(scale, float) else scale

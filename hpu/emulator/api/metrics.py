@@ -84,7 +84,7 @@ class Metric:
                 ("TotalTime", time_us),
                 ("AvgTime", time_us / number if number else 0),
             ]
-            if self._device.variables.flag("PT_HPU_METRICS_GC_DETAILS"):
+            if self._device.variables.flag_of_metrics("PT_HPU_METRICS_GC_DETAILS"):
                 recipes = self._device.counters.recipes[base.num_recipes : end.num_recipes]
                 pairs.append(("recipe", recipes))
             return pairs
@@ -123,7 +123,9 @@ def _unused(file: Path) -> Path:
 def make_module(device: EmulatedDevice) -> ModuleType:
     """`habana_frameworks.torch.hpu.metrics`."""
     module = ModuleType("habana_frameworks.torch.hpu.metrics")
-    counts_recipes = device.variables.flag("PT_HPU_ENABLE_CACHE_METRICS")
+    # The native library reads the variable too, and refuses other words.
+    device.variables.flag("PT_HPU_ENABLE_CACHE_METRICS")
+    counts_recipes = device.variables.flag_of_metrics("PT_HPU_ENABLE_CACHE_METRICS")
     names = [name for name in NAMES if name != "recipe_cache" or counts_recipes]
     overall = {name: Metric(name, device, since_start=True) for name in names}
 

@@ -93,7 +93,9 @@ class Overwrites:
 
 
 def record_stream(original: Function) -> Function:
-    """Tensor.record_stream: a no-op for tensors of the card."""
+    """Tensor.record_stream: a no-op for tensors of the card, as in lazy mode, and by default in
+    eager mode (IsRecordStreamEnabled in the bridge's common/lazy/utils.cpp and
+    common/eager/utils.cpp)."""
 
     def record(tensor: Tensor, stream: object) -> None:
         if not isinstance(tensor, HpuTensor):

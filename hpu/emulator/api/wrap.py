@@ -226,9 +226,11 @@ def make_graphed(
     **options: Any,
 ) -> Callable[..., Any]:
     """Capture `function` with `sample_args`. The result always replays this capture, whatever the
-    layout of its arguments; arguments of other shapes raise RuntimeError. A module is returned
-    itself, with a forward that replays only while the module is in the mode (training or
-    evaluation) of the capture."""
+    layout of its arguments; arguments of other shapes raise RuntimeError, and results other than a
+    tensor or a tuple AssertionError. A module is returned itself, with a forward that replays only
+    while the module is in the mode (training or evaluation) of the capture. Raises RuntimeError if
+    neither an argument nor a parameter requires a gradient: the vendor's function also captures a
+    backward pass (its graphs.py)."""
     if isinstance(function, nn.Module) and (
         function._forward_hooks or function._forward_pre_hooks or function._backward_hooks
     ):
@@ -239,6 +241,9 @@ def make_graphed(
         )
     if not all(isinstance(given, Tensor) for given in sample_args):
         raise AssertionError("sample_args for each callable must be a tuple of Tensors.")
+    parameters = function.parameters() if isinstance(function, nn.Module) else ()
+    if not any(given.requires_grad for given in (*sample_args, *parameters)):
+        raise RuntimeError("`inputs` argument to `grad()` cannot be empty.")
     forward = function.forward if isinstance(function, nn.Module) else function
     graphed = GraphedFunction(forward, device, max_graphs=None, **options)
     graphed.keep_one_graph(options["disable_tensor_cache"])
@@ -249,7 +254,10 @@ def make_graphed(
         found = [tuple(given.shape) for given in args]
         if found != shapes:
             raise RuntimeError(f"a graph of inputs {shapes} is called with {found}")
-        return graphed(*args)
+        out = graphed(*args)
+        if not isinstance(out, (Tensor, tuple)):
+            raise AssertionError(f"the result of a graphed callable is a {type(out).__name__}")
+        return out
 
     if not isinstance(function, nn.Module):
         return replay

@@ -83,6 +83,8 @@ class OpFacts:
     """Whether `rules.waits_for_data` depends on the arguments."""
     is_collective: bool
     is_random: bool
+    is_activation: bool
+    """Whether the card ignores arguments of the op."""
     is_integer_op: bool
     """Whether `rules.check_bytes` depends on the arguments."""
     is_vendors: bool
@@ -108,6 +110,7 @@ def op_facts(func: Any) -> OpFacts:
         may_wait=rules.may_wait_for_data(name),
         is_collective=name.startswith("c10d::"),
         is_random=name in rules.RANDOM,
+        is_activation=name in rules.ELUS or name in rules.GELUS,
         is_integer_op=name in rules.SHIFTS or name in rules.DIFFERENCES,
         is_vendors=name.startswith("hpu::"),
         may_mix_devices=name == "aten::copy_" or name.startswith(("c10d", "_c10d")),
@@ -386,6 +389,8 @@ class EmulatedDevice:
             rules.check_running_sum(args, self._report_misuse)
         if op.is_integer_op:
             rules.check_bytes(op.name, args, self._report_misuse, is_compiled=self.in_region)
+        if op.is_activation:
+            func, args, kwargs = self._activation(func, args, kwargs)
         if not self.config.multiplies_float32:
             rules.check_product(op.name, args)
         if op.name == "aten::matmul" and "out" in kwargs and not self._writes_float32:
@@ -405,6 +410,21 @@ class EmulatedDevice:
         if not op.is_view:
             self._wrap_to_int32(result, op.name)
         return result
+
+    def _activation(
+        self, func: torch._ops.OpOverload, args: rules.Arguments, kwargs: rules.Keywords
+    ) -> tuple[torch._ops.OpOverload, rules.Arguments, rules.Keywords]:
+        """The operator that the card runs for an activation, and its arguments. By default each
+        gelu is approximated (FillGeluParams in the bridge's gelu_gen.cpp). In compiled code torch
+        decomposes elu first."""
+        if func._schema.name in rules.GELUS:
+            if self.variables.forces_tanh():
+                kwargs = {**kwargs, "approximate": "tanh"}
+        elif not self.in_region:
+            outs = {"out": kwargs["out"]} if "out" in kwargs else {}
+            func, args = rules.without_factors(func, args, kwargs, self._report_misuse)
+            return func, args, outs
+        return func, args, kwargs
 
     def _wrap_to_int32(self, result: object, name: str) -> None:
         """Wrap int64 values that the card holds as int32."""
@@ -495,6 +515,13 @@ class EmulatedDevice:
         clones_host = recording is not None
         inner_args, inner_kwargs = _unwrap(args, clones_host), _unwrap(kwargs, clones_host)
         is_upload = op.is_copy and self._is_upload(args)
+        if (
+            op.is_copy
+            and lazy
+            and not isinstance(args[1], HpuTensor)
+            and not self.variables.int64()
+        ):
+            rules.check_upload(args[1])
         if is_upload and lazy:
             self._launch_before_upload(args[0])
         if self.only_compiled.is_on and op.writes and not is_upload:

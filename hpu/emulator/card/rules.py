@@ -178,6 +178,42 @@ def with_small_numbers(
     )
 
 
+ELUS = _names("elu elu_ celu celu_")
+GELUS = _names("gelu gelu_")
+
+
+def without_factors(
+    func: torch._ops.OpOverload, args: Arguments, kwargs: Keywords, report: Report
+) -> tuple[torch._ops.OpOverload, Arguments]:
+    """The operator elu and its arguments for a call of ELUS, without the factors of the result and
+    of the exponent, which the card ignores outside of compiled code (FillEluParams in the bridge's
+    elu_gen.cpp). celu is composed of elu, and so is selu."""
+    name: str = func._schema.name
+    named = dict(zip(("self", "alpha", "scale", "input_scale"), args, strict=False)) | kwargs
+    alpha = named.get("alpha", 1)
+    if name in ("aten::celu", "aten::celu_"):
+        named["input_scale"] = 1 / alpha
+    for factor in ("scale", "input_scale"):
+        if named.get(factor, 1) != 1:
+            report("ignored_argument", f"the card ignores {factor}={named[factor]:g} of elu", name)
+    elu = torch.ops.aten.elu_ if name.endswith("_") else torch.ops.aten.elu
+    return getattr(elu, func._overloadname), (named["self"], alpha)
+
+
+def check_upload(source: Tensor) -> None:
+    """Raise RuntimeError for an upload of int64 beyond 32 bits to a card that holds int64 as int32:
+    lazy mode compares the largest and the smallest value on the host (validateDownCast in the
+    bridge's lazy_kernels.cpp)."""
+    if source.dtype != torch.int64 or not source.numel():
+        return
+    low, high = int(source.min()), int(source.max())
+    if low not in INT32 or high not in INT32:
+        raise RuntimeError(
+            f"Error when trying to cast Long to Int, Input values range [{low}, {high}] exceeds "
+            f"Int range [{INT32[0]}, {INT32[-1]}]"
+        )
+
+
 MAX_INDEX_DIMS = {"aten::index": 5, **dict.fromkeys(PUTS, 8)}
 """Maximum dimensions of a tensor that is read or written by index (the bridge's
 indexing_ops_helper.h and lazy_kernels.cpp)."""
@@ -309,19 +345,15 @@ def _handler(func: Any) -> Handler | None:
     # Cached: reading an op's name takes longer than many ops.
     name = func._schema.name
     overload = f"{name}.{func._schema.overload_name}".removesuffix(".")
-    if name == "aten::one_hot":
-        return _one_hot
     if overload == "aten::matmul.out":
         return _matmul_into
-    if name == "aten::take":
-        return _take
     if overload in EXTREMES:
         return functools.partial(_last_extreme, overload)
     if name in INDEX_RULES:
         return functools.partial(_run_indexed, name, INDEX_RULES[name])
     if name in PUTS:
         return functools.partial(_run_put, name)
-    return _run_index if name == "aten::index" else None
+    return OTHER_HANDLERS.get(name)
 
 
 def _matmul_into(func: Any, args: Arguments, kwargs: Keywords, report: Report) -> Tensor:
@@ -456,28 +488,28 @@ def _write_valid(
 
 
 def _run_put(name: str, func: Any, args: Arguments, kwargs: Keywords, report: Report) -> Any:
-    """index_put. Along leading dimensions, elements with an index out of range are dropped, for
-    example -1."""
+    """index_put. Elements with an index out of range, for example -1, are dropped: they are written
+    to extra rows of a copy of the target."""
     args = _with_int64(args, 1)
-    target, indices, values = args[0], args[1], args[2]
-    given = [index for index in indices if index is not None]
-    bad = False
-    for dim, index in enumerate(indices):
-        if index is None or index.dtype == torch.bool or not index.numel():
+    target: Tensor = args[0]
+    longer, indices, dim = target, list(args[1]), 0
+    for number, index in enumerate(args[1]):
+        if isinstance(index, Tensor) and index.dtype in MASKS:
+            dim += index.dim()
             continue
-        low, high = int(index.min()), int(index.max())
-        if low < 0 or high >= target.shape[dim]:
-            _report(name, low, high, target.shape[dim], report)
-            bad = True
-    if not bad or len(given) != len(indices):
+        if isinstance(index, Tensor) and index.numel():
+            low, high, size = int(index.min()), int(index.max()), target.shape[dim]
+            if low < 0 or high >= size:
+                _report(name, low, high, size, report)
+                extra = longer.new_zeros((*longer.shape[:dim], 1, *longer.shape[dim + 1 :]))
+                longer = torch.cat((longer, extra), dim)
+                indices[number] = index.masked_fill((index < 0) | (index >= size), size)
+        dim += 1
+    if longer is target:
         return func(*args, **kwargs)
-    broadcast = torch.broadcast_tensors(*given)  # type: ignore[no-untyped-call]  # torch's own
-    valid = torch.ones(broadcast[0].shape, dtype=torch.bool)
-    for dim, index in enumerate(broadcast):
-        valid &= (index >= 0) & (index < target.shape[dim])
-    tail = target.shape[len(given) :]
-    valid_values = values.expand(*valid.shape, *tail)[valid]
-    return func(target, [index[valid] for index in broadcast], valid_values, *args[3:], **kwargs)
+    written = func(longer, indices, *args[2:], **kwargs)
+    out = written[tuple(slice(size) for size in target.shape)]
+    return target.copy_(out) if name.endswith("_") else out.clone()
 
 
 def add_by_index(
@@ -541,7 +573,32 @@ def _one_hot(func: Any, args: Arguments, kwargs: Keywords, report: Report) -> Te
         if low < 0 or high >= classes:
             _report("aten::one_hot", low, high, classes, report)
     rows: Tensor = index.unsqueeze(-1) == torch.arange(classes)
-    return rows.long()
+    return rows.to(index.dtype)
+
+
+def _searchsorted(
+    func: Callable[..., Tensor], args: Arguments, kwargs: Keywords, report: Report
+) -> Tensor:
+    """searchsorted. Raises RuntimeError for values that have other leading dimensions than the
+    boundaries: boundaries of one dimension only take such values (SearchSortedMeta in the bridge's
+    searchsorted_gen.cpp)."""
+    boundaries, values = args[:2]
+    shape = tuple(values.shape) if isinstance(values, Tensor) else (1,)
+    if not shape or boundaries.shape[:-1] != shape[:-1]:
+        raise RuntimeError(
+            "torch.searchsorted(): the first N-1 dimensions of boundaries tensor and input value "
+            f"tensor must match, but we got boundaries tensor {list(boundaries.shape)} and input "
+            f"value tensor {list(shape)}"
+        )
+    return func(*args, **kwargs)
+
+
+OTHER_HANDLERS: dict[str, Handler] = {
+    "aten::index": _run_index,
+    "aten::one_hot": _one_hot,
+    "aten::searchsorted": _searchsorted,
+    "aten::take": _take,
+}
 
 
 def _report(name: str, low: int, high: int, size: int, report: Report) -> None:

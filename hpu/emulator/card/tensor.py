@@ -280,35 +280,39 @@ def _copy_into(view: Tensor, value: Tensor) -> None:
 
 def _view(tensor: Tensor, key: Any, *, uploads: bool = True) -> tuple[Tensor, list[Tensor | None]]:
     """Split `key` into basic and advanced indexing: the view by integers, slices and None, and the
-    index tensors by dimension. Index tensors are moved to the card if `uploads`; a list always
-    becomes a tensor on the card."""
+    list of index tensors, with None for a dimension without one. Index tensors are moved to the
+    card if `uploads`; a list always becomes a tensor on the card."""
     parts = list(key) if isinstance(key, tuple) else [key]
     width = sum(_width(part) for part in parts)
     if width > tensor.dim():
         raise IndexError(f"too many indices: {width} for a tensor of {tensor.dim()} dimensions")
     dim = 0
+    # A mask covers several dimensions, and has one place in the list.
+    place = 0
     indices: dict[int, Tensor] = {}
-    for position, part in enumerate(parts):
+    for number, part in enumerate(parts):
         if part is Ellipsis:
-            dim = tensor.dim() - sum(map(_width, parts[position + 1 :]))
+            skipped = tensor.dim() - sum(map(_width, parts[number + 1 :])) - dim
+            dim, place = dim + skipped, place + skipped
         elif part is None:
-            tensor, dim = tensor.unsqueeze(dim), dim + 1
+            tensor, dim, place = tensor.unsqueeze(dim), dim + 1, place + 1
         elif isinstance(part, slice):
             if part != slice(None):
                 bounds = part.start, part.stop, part.step or 1
                 tensor = torch.ops.aten.slice.Tensor(tensor, dim, *bounds)
-            dim += 1
+            dim, place = dim + 1, place + 1
         elif isinstance(part, (Tensor, list)) and not _is_number(part):
             index = part if isinstance(part, Tensor) else torch.tensor(part)
             if uploads or not isinstance(part, Tensor):
                 index = index.to(tensor.device)
-            indices[dim] = index
+            indices[place] = index
             dim += index.dim() if index.dtype in (torch.bool, torch.uint8) else 1
+            place += 1
         else:
             tensor = tensor.select(dim, int(part))
     if not indices:
         return tensor, []
-    return tensor, [indices.get(position) for position in range(max(indices) + 1)]
+    return tensor, [indices.get(at) for at in range(max(indices) + 1)]
 
 
 def _width(part: Any) -> int:

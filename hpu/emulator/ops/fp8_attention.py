@@ -67,6 +67,9 @@ class Fp8Attention:
         bfloat16; for other operands the output has their dtype.
         """
         is_fp8 = q.dtype == torch.float8_e4m3fn
+        if q.dtype == torch.float8_e5m2:
+            # An expected failure in the bridge's test_hpu_fp8_te.py (SW-189599).
+            raise RuntimeError("fp8 FusedSDPA does not support float8_e5m2")
         if {k.dtype, v.dtype} != {q.dtype}:
             raise RuntimeError(f"fp8 FusedSDPA: q, k, v are {q.dtype}, {k.dtype}, {v.dtype}")
         if is_amax_s and is_fp8:
@@ -135,6 +138,9 @@ class Fp8Attention:
             raise RuntimeError(
                 "If Input is of torch.float8_e4m3fn dtype then input scale must be given."
             )
+        scales = (input_scale, output_scale)
+        if any(isinstance(scale, Tensor) and scale.dtype != torch.float32 for scale in scales):
+            raise RuntimeError("Input scale must be of dtype: Float")
         if inv_attn_heads is not None or fused_add is not None:
             raise RuntimeError("softmax_fp8 is emulated without inv_attn_heads and fused_add")
         if dim % input.dim() != input.dim() - 1:

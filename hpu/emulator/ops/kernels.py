@@ -187,7 +187,7 @@ def define_ops(
     card has a fault. `check_on_card(name)` raises NotImplementedError for a call on tensors of the
     host."""
     library = Library("hpu", "DEF")  # type: ignore[no-untyped-call]  # torch's own
-    fp8 = quantized.Fp8(generation(card).fp8_max, runs_eagerly)
+    fp8 = quantized.Fp8(generation(card).fp8_max, runs_eagerly, mixes_types=card == "gaudi3")
     int4 = quantized.Int4Conversion(runs_eagerly)
     biased = biased_experts.BiasedExperts(runs_eagerly, has_fault)
 

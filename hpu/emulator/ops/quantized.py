@@ -122,11 +122,19 @@ def _check_scale(name: str, scale: Scale, shape: list[int] | None, sizes: tuple[
 class Fp8:
     """FP8 casts and matmuls of a device with `largest` as the largest e4m3 value."""
 
-    def __init__(self, largest: float, runs_eagerly: Callable[[], bool] = lambda: False) -> None:
+    def __init__(
+        self,
+        largest: float,
+        runs_eagerly: Callable[[], bool] = lambda: False,
+        *,
+        mixes_types: bool = True,
+    ) -> None:
         """`runs_eagerly`: see Int4Conversion; the bridge's tests also list FP8 experts as
-        unsupported in eager mode."""
+        unsupported in eager mode. `mixes_types`: whether the operands of a matmul may have
+        different FP8 types."""
         self._largest = largest
         self._runs_eagerly = runs_eagerly
+        self._mixes_types = mixes_types
 
     def cast_to(
         self,
@@ -156,7 +164,7 @@ class Fp8:
                 "CastToFp8V2 input and output must have the same dtype for float8, but are "
                 f"{x.dtype} and {target}"
             )
-        largest = self._largest if target == torch.float8_e4m3fn else torch.finfo(target).max
+        largest = self._largest_of(target)
         wide = _times("cast_to_fp8_v2", x, scale, scale_shape)
         out = wide.clamp(-largest, largest).to(target)
         amax = x.float().abs().max() if is_amax else torch.zeros(0)
@@ -191,9 +199,22 @@ class Fp8:
         accumulate: bool = False,
         B_scale_shape: list[int] | None = None,
     ) -> Tensor:
-        """A @ B in float32, times both dequantization scales. Raises RuntimeError for an operand
-        with a value above `largest`, for `accumulate` without `D`, and for scales that do not
-        broadcast to their operand."""
+        """A @ B in float32, times both dequantization scales.
+
+        Raises RuntimeError for operands other than FP8 (the bridge's tests have no others), for two
+        FP8 types unless `mixes_types` (test_hpu_scaled_mm.py), for a transposed vector, for values
+        above the card's range, for `accumulate` without `D`, and for scales that do not broadcast
+        to their operand.
+        """
+        if not {A.dtype, B.dtype} <= {*NARROW} or (A.dtype != B.dtype and not self._mixes_types):
+            raise RuntimeError(
+                "Graph compile failed. fp8_gemm_v2: incompatible types, A is "
+                f"{A.dtype} and B is {B.dtype}"
+            )
+        if (trans_A and A.dim() < 2) or (trans_B and B.dim() < 2):
+            raise RuntimeError(
+                "Input tensor must have at least 2 dimensions to perform transpose operation."
+            )
         for name, operand in (("A", A), ("B", B)):
             self._check_range(f"fp8_gemm_v2, {name}", operand)
         left = A.float().transpose(-1, -2) if trans_A else A.float()
@@ -319,11 +340,16 @@ class Fp8:
             outputs.append((codes.float() * scale @ down).bfloat16())
         return weighted_sum(outputs, table, shares, first)
 
+    def _largest_of(self, dtype: torch.dtype) -> float:
+        """Largest value of an FP8 type on this card."""
+        return self._largest if dtype == torch.float8_e4m3fn else torch.finfo(dtype).max
+
     def _check_range(self, name: str, operand: Tensor) -> None:
         worst = float(operand.float().abs().max()) if operand.numel() else 0.0
-        if worst > self._largest:
+        largest = self._largest_of(operand.dtype)
+        if worst > largest:
             raise RuntimeError(
-                f"{name}: an operand has {worst}, the largest FP8 value is {self._largest}"
+                f"{name}: an operand has {worst}, the largest FP8 value is {largest}"
             )
 
 

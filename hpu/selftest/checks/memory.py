@@ -19,17 +19,29 @@ FIELDS = {
 """A field that a server reads, by metric."""
 NAMES = {
     "core": ("mark_step",),
+    "distributed.hccl": ("initialize_distributed_hpu",),
+    "hpex.kernels": ("FusedSDPA", "RotaryPosEmbeddingMode", "apply_rotary_pos_emb"),
+    "hpex.normalization": ("FusedRMSNorm",),
     "hpu": (
-        *("Event", "Stream", "stream", "synchronize", "wrap_in_hpu_graph_func"),
-        *("mem_get_info", "max_memory_allocated", "reset_peak_memory_stats", "memory_stats"),
-        *("is_available", "current_device", "get_device_name", "manual_seed"),
+        *("Event", "Stream", "stream", "default_stream", "set_stream", "synchronize"),
+        *("mem_get_info", "memory_allocated", "max_memory_allocated", "memory_stats"),
+        *("reset_peak_memory_stats", "is_available", "current_device", "get_device_name"),
+        *("manual_seed", "wrap_in_hpu_graph_func"),
     ),
     "hpu.metrics": ("metric_global",),
+    "internal.bridge_config": ("env_setting",),
     "utils.internal": ("is_lazy",),
     "utils.experimental": ("_get_device_type", "synDeviceType"),
 }
-"""Names that the check looks for in lazy mode, by module of the vendor: most of the names that a
-server or the self-test uses."""
+"""Names that the check looks for in lazy mode, by module of the vendor: the names that a server or
+the self-test uses."""
+EITHER = {
+    "core": (
+        ("hpu_inference_set_env", "hpu_set_env"),
+        ("hpu_inference_initialize", "hpu_initialize"),
+    ),
+}
+"""Groups of old and new names, by module of the vendor: a server uses an existing name."""
 
 
 def memory_stats(card: Card) -> Iterator[Comparison]:
@@ -87,6 +99,11 @@ def names(card: Card) -> Iterator[Comparison]:
     for module, words in NAMES.items():
         found = card.module(module)
         missing = [word for word in words if not hasattr(found, word)]
+        missing += [
+            " or ".join(group)
+            for group in EITHER.get(module, ())
+            if not any(hasattr(found, word) for word in group)
+        ]
         yield Comparison(f"missing names of {module}", missing, [])
 
 

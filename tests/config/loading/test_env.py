@@ -142,6 +142,17 @@ def test_a_card_worker_has_the_variables_that_its_runtime_reads_at_import(
     assert given["HLS_MODULE_ID"] == "3"
 
 
+def test_a_card_worker_does_not_approximate_gelu_unless_the_user_asks_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = EngineConfig("m", device="hpu-emulator")
+    monkeypatch.delenv("PT_HPU_FORCE_TANH_FOR_GELU", raising=False)
+
+    assert worker_environment(config)["PT_HPU_FORCE_TANH_FOR_GELU"] == "0"
+    monkeypatch.setenv("PT_HPU_FORCE_TANH_FOR_GELU", "1")
+    assert worker_environment(config)["PT_HPU_FORCE_TANH_FOR_GELU"] == "1"
+
+
 @pytest.mark.parametrize(
     ("method", "expected"),
     [("maxabs_hw", "1"), ("ACT_MAXABS_PCS_POW2_WEIGHT_MAXABS_PTS_POW2_HW", "0"), (None, "1")],

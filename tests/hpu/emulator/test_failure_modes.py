@@ -248,12 +248,17 @@ def test_10_an_in_place_op_needs_no_workspace_of_its_size() -> None:
         assert card.memory.workspace == before
 
 
-def test_11_large_integers_wrap_in_lazy_mode() -> None:
-    with emulated() as card:
-        value = torch.tensor([2**32 + 5]).to("hpu")
-
-        assert value.tolist() == [5]
-        assert card.counters.counts["int64_wrap"] == 1
+@pytest.mark.parametrize("value", [2**31, -(2**31) - 1])
+def test_11_uploads_of_integers_beyond_32_bits_are_refused_in_lazy_mode(value: int) -> None:
+    with emulated(lazy=False):
+        assert torch.tensor([value]).to("hpu").tolist() == [value]
+    with emulated():
+        for target in (torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)):
+            with pytest.raises(
+                RuntimeError, match=rf"range \[{value}, {value}\] exceeds Int range"
+            ):
+                target.to("hpu").copy_(torch.tensor([value]))
+        assert torch.tensor([2**31 - 1, -(2**31)]).to("hpu").tolist() == [2**31 - 1, -(2**31)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])

@@ -332,7 +332,7 @@ def test_an_index_on_the_host_moves_an_eager_operator_to_the_host(lazy: bool) ->
 def test_a_graphed_callable_uses_a_single_graph_for_all_layouts() -> None:
     with emulated(variables={"PT_HPUGRAPH_DISABLE_TENSOR_CACHE": "1"}) as card:
         sample = _ones(2, 2)
-        graphed = _hpu().make_graphed_callables(lambda x: x + 1, (sample,))
+        graphed = _hpu().make_graphed_callables(nn.Linear(2, 2).to("hpu"), (sample,))
 
         graphed(torch.tensor([[1.0, 2.0], [3.0, 4.0]]).to("hpu").t())
 

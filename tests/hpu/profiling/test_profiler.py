@@ -1,16 +1,18 @@
 """hpu/profiling/profiler.py: traces of real steps on a CPU, and of simulated device times."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tiny_models import make_tiny
 from worker_rig import WorkerRig
 
-from config.errors import ConfigError, UserError
+from config.errors import ConfigError, RequestFailed, UserError
 from config.execution import ExecutionConfig
 from hpu.backends.cpu import CpuBackend
 from hpu.profiling.profiler import DEVICE, HOST, NO_TRACE, STEPS, Moment, Profiler, Trace
@@ -226,3 +228,45 @@ def test_an_unwritable_trace_file_is_reported_at_start(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match="cannot be written"):
         Profiler(CpuBackend(1), config, None).begin_with_server()
+
+
+def test_a_stop_reports_a_trace_that_could_not_be_written(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "traces"
+    folder.mkdir()
+    profiler = Profiler(CpuBackend(1), ExecutionConfig(), str(tmp_path))
+    begin = Moment(PlannedEvent(0.0), 0.0)
+    profiler.trace = Trace(str(folder / "trace.json"), "cpu", begin, max_events=1)
+    # The folder is gone when the trace is full.
+    shutil.rmtree(folder)
+    folder.write_text("")
+    note(profiler.trace, *step_at(0, 10.0, DECODES))
+
+    assert profiler.trace.is_over and "cannot be written" in caplog.text
+    with pytest.raises(RequestFailed, match="the trace cannot be written"):
+        profiler.call(STOP_PROFILE)
+    with pytest.raises(UserError, match="no profile is running"):
+        profiler.call(STOP_PROFILE)
+
+
+def test_operations_are_not_traced_into_a_file_that_cannot_be_written(tmp_path: Path) -> None:
+    profiler = Profiler(CpuBackend(1), ExecutionConfig(profiler=str(tmp_path)), None)
+    runs: list[int] = []
+
+    with pytest.raises(ConfigError, match="cannot be written"):
+        profiler.trace_operations(lambda: runs.append(1))
+    assert not runs
+
+
+def test_operations_without_a_written_trace_are_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "trace.json"
+    # The file of an earlier trace must not count as written.
+    path.write_text("{}")
+    profiler = Profiler(CpuBackend(1), ExecutionConfig(profiler=str(path)), None)
+    monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", lambda *_: None)
+
+    with pytest.raises(ConfigError, match="torch has written no events"):
+        profiler.trace_operations(lambda: None)

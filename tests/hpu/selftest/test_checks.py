@@ -1,6 +1,7 @@
 """Checks of the self-test on the emulated card: all hold, and a fault of the card fails only the
 check of its assumption."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from emulated import emulated
 
 from config.errors import ConfigError
+from hpu.backends import gaudi
 from hpu.emulator.faults import FAULTS
 from hpu.emulator.settings import EmulatorConfig
 from hpu.gaudi_devices import BOTH, KERNELS, Kernel
@@ -24,6 +26,7 @@ from hpu.selftest.base import (
     ModelShape,
     all_checks,
 )
+from hpu.selftest.checks.memory import NAMES
 from hpu.selftest.harness import run_check
 
 MXFP4 = "mixture_of_experts.bias_mxfp4_fused_weights"
@@ -149,3 +152,11 @@ def test_an_error_of_the_runtime_fails_the_check_with_its_text(tmp_path: Path) -
 
     assert found.status == FAILS
     assert found.detail.startswith("RuntimeError: aten::index_copy_: cpu fallback is not supported")
+
+
+def test_the_check_of_names_has_each_name_that_a_server_uses() -> None:
+    folder = Path(gaudi.__file__).parent
+    text = "".join(path.read_text() for path in folder.glob("gaudi*.py"))
+    used = set(re.findall(r"\b(?:_hpu|_?runtime)\.([A-Za-z]\w*)", text))
+
+    assert len(used) > 10 and used <= {*NAMES["hpu"]}

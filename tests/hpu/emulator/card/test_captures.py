@@ -139,9 +139,10 @@ def test_a_replay_refuses_inputs_of_another_shape() -> None:
 
 def test_a_graphed_callable_accepts_only_the_shapes_of_its_sample() -> None:
     with emulated() as card:
-        graphed = _hpu().make_graphed_callables(lambda x: x * 2, (torch.ones(2).to("hpu"),))
+        module = nn.PReLU(init=2.0).to("hpu")
+        graphed = _hpu().make_graphed_callables(module, (torch.ones(2).to("hpu"),))
 
-        assert graphed(torch.full((2,), 3.0).to("hpu")).tolist() == [6.0, 6.0]
+        assert graphed(torch.full((2,), -3.0).to("hpu")).tolist() == [-6.0, -6.0]
         with pytest.raises(RuntimeError, match=r"\[\(2,\)\] is called with \[\(3,\)\]"):
             graphed(torch.ones(3).to("hpu"))
         assert card.counters.counts["captures"] == 1
