@@ -28,7 +28,7 @@ class Api:
         self._device = device
         self._default = CardStream(device, device.stream_state, 0)
         self._current = CurrentStream(device, self._default, is_lazy=device.is_lazy)
-        device.current_stream = self._current.get
+        device.current_state = lambda: self._current.get().stream_state
         device.on_default_stream = lambda: self._current.use(self._default)
         self._capture_stream: CardStream | None = None
         self._recomputes = True

@@ -19,7 +19,7 @@ from hpu.emulator.card.compile_only import CompileOnly
 from hpu.emulator.card.counters import EmulatorCounters
 from hpu.emulator.card.memory import Allocation, Memory
 from hpu.emulator.card.recipes import Recipes, Segment
-from hpu.emulator.card.streams import CardStream, LaunchClock, StreamClock, StreamState
+from hpu.emulator.card.stream_order import LaunchClock, StreamClock, StreamState
 from hpu.emulator.card.tensor import (
     HpuTensor,
     Lifetime,
@@ -164,9 +164,8 @@ class EmulatedDevice:
         self._default_stream = StreamState(self.clock)
         self._streams = threading.local()
         """The current stream of each thread, like in the runtime."""
-        self.current_stream: Callable[[], CardStream] = lambda: CardStream(
-            self, self.stream_state, 0
-        )
+        self.current_state: Callable[[], StreamState] = lambda: self.stream_state
+        """State of the current stream as the runtime's Python code finds it."""
         self.on_default_stream: Callable[[], AbstractContextManager[None]] = nullcontext
         """Context in which the default stream is the current stream."""
         self.pinned: set[int] = set()
