@@ -192,7 +192,6 @@ def _warm_up(
         components.input_buffers,
         backend,
         replace(config.warmup, traffic=config.warmup.traffic or config.buckets.traffic),
-        loaded.block_size,
         diagnostics,
         loaded.agreement,
     )
