@@ -11,7 +11,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
-from config.checkpoint.resolve import engine_folder
+from config.checkpoint.resolve import resolve
 from config.engine import EXTERNAL_LAUNCHER
 from config.errors import UserError
 from config.loading.env import chosen_device, disable_autoload
@@ -105,7 +105,7 @@ class LLM:
             disable_autoload()
         check_device(engine.device)
         check = partial(check_model_config, engine)
-        path = engine_folder(engine, check=check, report=lines.report)
+        path = resolve(engine, check=check, report=lines.report)
         check_checkpoint(engine, path)
         self._tokenizer: Tokenizer | None = None
         template: str | dict[str, str] | None = None
