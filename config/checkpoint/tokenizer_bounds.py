@@ -16,6 +16,7 @@ import msgspec
 
 from config.checkpoint.split_patterns import is_linear, min_match_characters
 from config.errors import ConfigError
+from config.json_text import Json
 from config.model.json_fields import shown
 from config.whole_files import read_limited
 
@@ -269,7 +270,7 @@ class _Checker:
         self._at_most(f"bytes in its {name}", len(data), MAX_PART_BYTES)
         return json.loads(data)
 
-    def _steps(self, name: str, part: Any, inner: str) -> list[dict[str, Any]]:
+    def _steps(self, name: str, part: Any, inner: str) -> list[Json]:
         """The steps of a section, including the steps of nested sequences."""
         if part is None:
             return []

@@ -9,8 +9,9 @@ from typing import Any, Generic, TypeVar
 
 from config.errors import ConfigError
 from config.expressions import FULL, MAX_EXPRESSIONS, Expressions, Unsupported
+from config.json_text import Json
 from config.lora.adapter_folder import CONFIG_FILE, AdapterFolder
-from config.model.json_fields import MAX_COUNT, Json, shown
+from config.model.json_fields import MAX_COUNT, shown
 
 logger = logging.getLogger(__name__)
 

@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from config.errors import CheckpointError, ConfigError
-from config.json_text import parse_json
+from config.json_text import Json, parse_json
 from config.whole_files import read_limited
 
 T = TypeVar("T")
-Json = dict[str, Any]
 
 MAX_JSON_BYTES = 32 * 2**20
 """Maximum size of a JSON file. Published config files are below 2 MB; an index of 90,000 tensors is

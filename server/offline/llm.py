@@ -14,6 +14,7 @@ from typing import Any
 from config.checkpoint.resolve import resolve
 from config.engine import EXTERNAL_LAUNCHER
 from config.errors import UserError
+from config.json_text import Json
 from config.loading.env import chosen_device, disable_autoload
 from config.loading.sources import Loaded
 from config.model.model_config import GENERATION_LIMITS
@@ -194,8 +195,8 @@ class LLM:
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-        tools: list[dict[str, Any]] | None = None,
-        documents: list[dict[str, Any]] | None = None,
+        tools: list[Json] | None = None,
+        documents: list[Json] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer a conversation, or each of several conversations. Raises like `generate`."""

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from config.errors import error_at_path, value_text, wrong_field
+from config.json_text import Json
 from server.http.body_bounds import MAX_MESSAGES, MAX_PARTS
 from server.multimodal.messages import IMAGE
 from server.openai.schema.chat import part_text
@@ -14,7 +15,7 @@ from server.openai.schema.json_schema import ignored_entries, type_of
 from server.text.hidden_reasoning import hidden_reasoning
 from server.text.messages import is_ignored_part
 
-Item = dict[str, Any]
+Item = Json
 
 PREFIXES = {
     "message": "msg",

@@ -5,10 +5,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from config.errors import UserError, wrong_field
+from config.json_text import Json
 from server.openai.schema.json_schema import ignored_entries, type_of, untyped
 from server.openai.schema.tools import check_allowed, check_function, is_foreign_tool
 
-Tool = dict[str, Any]
+Tool = Json
 
 _FUNCTION_FIELDS = ("name", "description", "parameters", "strict")
 _SHOWN = 40

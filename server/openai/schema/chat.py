@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import ConfigDict, Field, WithJsonSchema
 
 from config.errors import UserError, error_at_path, value_text, wrong_field
+from config.json_text import Json
 from config.params.sampling import MAX_LOGPROBS
 from config.params.structured_output import GrammarSpec
 from server.http.body_bounds import (
@@ -56,7 +57,7 @@ from server.openai.schema.tools import (
 )
 from server.text.messages import is_ignored_call, is_ignored_part
 
-Message = dict[str, Any]
+Message = Json
 
 MAX_ECHO_CHARACTERS = 2**24
 """Maximum total characters of the echoed message over all choices."""
@@ -162,7 +163,7 @@ class ChatPromptBody(Body):
             return not self.continue_final_message
         return self.add_generation_prompt
 
-    def template_variables(self, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    def template_variables(self, defaults: Mapping[str, Any]) -> Json:
         """Template variables: `defaults`, then the variables that reasoning_effort sets, then
         chat_template_kwargs; later values take precedence."""
         variables = dict(defaults)

@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from config.errors import value_text, wrong_field
+from config.json_text import Json
 
 MAX_TYPE_CHARACTERS = 40
 
-Schema = dict[str, Any]
+Schema = Json
 
 TEXT: Schema = {"type": "string"}
 NULL: Schema = {"type": "null"}
