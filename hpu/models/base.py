@@ -1,5 +1,6 @@
-"""CausalLM: interface of the model that a worker runs, plain or wrapped by a back end. ModelBuild:
-how a model is built on a rank. LoadableModel: a model that a checkpoint fills."""
+"""CausalLM: interface of the model that a worker runs, plain or wrapped by a back end.
+CompiledAdapters: LoRA slots of a model that a back end compiles. ModelBuild: how a model is built
+on a rank. LoadableModel: a model that a checkpoint fills."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

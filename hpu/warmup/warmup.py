@@ -77,8 +77,9 @@ class Warmup:
         self._backend = backend
         self._config = config
         self._block_size = 0
+        """Block size of the bucket table, set by `start`."""
         self._budgets: dict[int, CaptureBudget] = {}
-        """Memory for graphs by phase."""
+        """Memory for graphs by phase, set by `start`."""
         self._announce: Callable[[Bucket], None] = lambda bucket: None
         """Called before each bucket if there are several ranks."""
         self._full: set[int] = set()
