@@ -42,7 +42,7 @@ LIMITS = {
     "parameters of ModelRunner": 1,
     "parameters of EngineCore": 6,
     "parameters of Scheduler": 7,
-    "uses of Any": 1005,
+    "uses of Any": 935,
     "optional fields of launches": 40,
     "mark_step outside back ends": 0,
     "capability flags outside back ends": 8,

@@ -199,7 +199,7 @@ def levels_of(given: Given) -> list[int]:
     return [value] if isinstance(value, int) and not isinstance(value, bool) else []
 
 
-def set_entry(target: Json, keys: list[str], value: Any) -> None:
+def set_entry(target: Json, keys: list[str], value: object) -> None:
     """Set the entry at the path `keys`; lists are extended, objects merged."""
     *parents, last = keys
     for key in parents:

@@ -55,7 +55,7 @@ def read_any_json(file: Path) -> Any:
     return _parse(data, file)
 
 
-def _object(value: Any, file: object) -> Json:
+def _object(value: object, file: object) -> Json:
     if not isinstance(value, dict):
         raise CheckpointError(f"{file} is a {type(value).__name__}, it must be a JSON object")
     return value

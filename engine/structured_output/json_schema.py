@@ -122,7 +122,7 @@ def plain_reason(message: str) -> str:
     return message
 
 
-def _prepare(schema: Any) -> Any:
+def _prepare(schema: object) -> Any:
     if isinstance(schema, list):
         return [_prepare(item) for item in schema]
     if not isinstance(schema, dict):
@@ -346,7 +346,7 @@ def _required_items(schema: Json) -> list[Any]:
     return [*prefix[:min_items], *([schema.get("items")] if min_items > len(prefix) else [])]
 
 
-def _list(value: Any) -> list[Any]:
+def _list(value: object) -> list[Any]:
     return value if isinstance(value, list) else []
 
 

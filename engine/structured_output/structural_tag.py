@@ -194,7 +194,7 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _object(value: Any, name: str) -> Json:
+def _object(value: object, name: str) -> Json:
     if not isinstance(value, dict):
         raise _error(f"{name} is {value!r:.40}, it must be an object")
     return value

@@ -92,7 +92,7 @@ def _reasoning_fields(body: CountBody) -> Json:
     return fields
 
 
-def _function(tool: Any, where: str) -> Json:
+def _function(tool: object, where: str) -> Json:
     if not isinstance(tool, dict):
         raise UserError(f"{where} is {value_text(tool)}, it must be an object", param=where)
     if tool.get("type") not in (None, "custom"):
@@ -120,7 +120,7 @@ class _MessageBuilder:
         if system:
             self._add_system_text(_blocks(system, "system"))
 
-    def add(self, message: Any, where: str) -> None:
+    def add(self, message: object, where: str) -> None:
         if not isinstance(message, dict) or message.get("role") not in _ROLES:
             shown = value_text(message)
             if isinstance(message, dict):

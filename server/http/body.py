@@ -41,7 +41,7 @@ class BodyModel(Protocol):
     """A pydantic model of a body."""
 
     @classmethod
-    def model_validate(cls: type[B], obj: Any, /) -> B: ...
+    def model_validate(cls: type[B], obj: object, /) -> B: ...
 
     @classmethod
     def unknown_fields(cls, data: Mapping[str, Any], /) -> list[str]:

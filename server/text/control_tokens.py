@@ -47,7 +47,7 @@ class ControlMarker:
             "mark": self.mark,
         }
 
-    def mark_texts(self, value: Any) -> Any:
+    def mark_texts(self, value: object) -> Any:
         """A copy of messages, tools, or parts of them, with a mark in every control-token text,
         except in keys that are identifiers, because templates read fields by such names. Raises
         UserError for a control-token text that this tokenizer cannot encode as plain text."""

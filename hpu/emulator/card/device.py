@@ -581,7 +581,7 @@ class EmulatedDevice:
                 largest = max(largest, out.host.numel() * out.host.element_size())
         self.segment.add(name, parts, largest)
 
-    def _describe(self, value: Any) -> object:
+    def _describe(self, value: object) -> object:
         if type(value) in SCALARS:
             return value
         if isinstance(value, HpuTensor):
@@ -609,7 +609,7 @@ class EmulatedDevice:
         known = {id(tensor.host): tensor for tensor in given}
         storages = {storage_of(tensor.host): tensor for tensor in given}
 
-        def wrap(value: Any) -> Any:
+        def wrap(value: object) -> Any:
             if not isinstance(value, Tensor):
                 return value
             rules.check_dtype(value, op.name)
@@ -873,7 +873,7 @@ def _check_devices(name: str, given: list[Tensor]) -> None:
 
 
 def _unwrap(value: Any, clones_host: bool = False) -> Any:
-    def change(leaf: Any) -> Any:
+    def change(leaf: object) -> Any:
         if isinstance(leaf, HpuTensor):
             return leaf.host
         if clones_host and isinstance(leaf, Tensor):

@@ -540,7 +540,7 @@ class HPUGraph:
         return fresh
 
     def _slots(self, value: Any) -> Any:
-        def change(leaf: Any) -> Any:
+        def change(leaf: object) -> Any:
             return Slot(self._slot_number(leaf)) if isinstance(leaf, Tensor) else leaf
 
         return map_leaves(change, value)

@@ -71,7 +71,7 @@ def read_items(given: Any, number: str, kinds: Collection[bytes] = ()) -> list[I
     ]
 
 
-def ignored_items(given: Any) -> Iterator[str]:
+def ignored_items(given: object) -> Iterator[str]:
     """Names of the items and content parts that are left out of the conversation, for the header of
     ignored fields."""
     yield from ignored_entries("input", given, _is_ignored_item)
@@ -91,7 +91,7 @@ def _is_ignored_item(item: Any) -> bool:
     return not any(item.get(name) for name in _CONTENT)
 
 
-def _read(item: Any, where: str, place: str, number: str, taken: tuple[str, ...]) -> Item:
+def _read(item: object, where: str, place: str, number: str, taken: tuple[str, ...]) -> Item:
     if not isinstance(item, dict):
         raise error_at_path(f"{where} is {value_text(item)}, it must be an object")
     # A missing or null type means message, and without a role it means reference. {} and "" are
@@ -149,7 +149,7 @@ def _check_number(parts: list[object], where: str) -> None:
         raise error_at_path(f"{where} has {len(parts)} parts, at most {MAX_PARTS} are allowed")
 
 
-def _part(part: Any, where: str, taken: tuple[str, ...]) -> Item:
+def _part(part: object, where: str, taken: tuple[str, ...]) -> Item:
     if "input_image" in taken and isinstance(part, dict) and part.get("type") == "input_image":
         if part.get("file_id") is not None:
             raise error_at_path(

@@ -334,7 +334,7 @@ def _text_of(message: Message) -> str:
     )
 
 
-def _ignored_parts(messages: Any) -> Iterator[str]:
+def _ignored_parts(messages: object) -> Iterator[str]:
     for place, message in enumerate(messages if isinstance(messages, list) else ()):
         if isinstance(message, dict) and message.get("role") == "assistant":
             for field, is_ignored in (
@@ -354,7 +354,7 @@ def check_messages(messages: list[Any], kinds: Collection[bytes] = ()) -> None:
         _check_message(message, f"messages[{index}]", kinds)
 
 
-def _check_message(message: Any, where: str, kinds: Collection[bytes]) -> None:
+def _check_message(message: object, where: str, kinds: Collection[bytes]) -> None:
     if not isinstance(message, dict):
         raise error_at_path(f"{where} is {value_text(message)}, it must be an object")
     role = message.get("role")
@@ -404,7 +404,7 @@ def part_text(part: Any, where: str, taken: Sequence[str]) -> tuple[str, str]:
     return kind, text
 
 
-def _check_calls(calls: Any, where: str) -> None:
+def _check_calls(calls: object, where: str) -> None:
     if not isinstance(calls, list):
         raise error_at_path(f"{where} is {value_text(calls)}, it must be a list")
     _check_many(calls, where)

@@ -175,7 +175,7 @@ def forced_schema(tools: list[Any], choice: Choice, *, is_parallel: bool) -> Jso
     return calls_schema(schemas, max_calls=MAX_CALLS if is_parallel else 1)
 
 
-def check_function(tool: Any, where: str) -> str:
+def check_function(tool: object, where: str) -> str:
     """Validate the function at the path `where`, and return its name. Raises UserError with the
     path of the invalid field."""
     if not isinstance(tool, dict) or tool.get("type") not in (None, "function"):

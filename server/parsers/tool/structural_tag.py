@@ -342,7 +342,7 @@ def object_schema(schema: Any) -> Json:
     return {"type": "object", **(schema or {})}
 
 
-def _moved(value: Any, root: str, *, has_names: bool = False) -> Any:
+def _moved(value: object, root: str, *, has_names: bool = False) -> Any:
     """A copy of a schema that is moved to `root`, with adjusted references. `has_names`: whether
     the keys are names chosen by the author instead of keywords."""
     if isinstance(value, list):
