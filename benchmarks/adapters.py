@@ -29,6 +29,7 @@ from benchmarks.machine import machine
 from benchmarks.started import started
 from config.checkpoint.demo import NAMES
 from config.checkpoint.resolve import resolve
+from config.engine import EngineConfig
 from config.lora.base_modules import BaseModules
 from config.model.read_config import read_model_config
 from gaudiserve import LLM, LoRARequest, SamplingParams
@@ -120,7 +121,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=48)
     args = parser.parse_args()
-    model = resolve(args.model, progress=False)
+    model = resolve(EngineConfig(args.model), progress=False)
     with tempfile.TemporaryDirectory() as root:
         names = [f"adapter-{index}" for index in range(args.adapters)]
         modules = [

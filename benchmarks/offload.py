@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from config.checkpoint.demo import NAMES
 from config.checkpoint.resolve import resolve
+from config.engine import EngineConfig
 from gaudiserve import LLM, SamplingParams
 
 BLOCK_SIZE = 32
@@ -78,7 +79,7 @@ def main() -> None:
         "max_model_len": args.tokens + 100,
         "max_num_seqs": 4,
     }
-    model = str(resolve(args.model))
+    model = str(resolve(EngineConfig(args.model)))
     print("| second turn | median ms to the first token | maximum | prompt tokens found |")
     print("| --- | --- | --- | --- |")
     with tempfile.TemporaryDirectory() as folder:

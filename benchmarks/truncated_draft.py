@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from config.checkpoint.resolve import resolve
+from config.engine import EngineConfig
 from config.params.sampling import SamplingParams
 from gaudiserve import LLM
 
@@ -48,7 +49,7 @@ def answers() -> list[tuple[list[int], list[int]]]:
 
 def truncated(num_layers: int) -> Any:
     """The first layers of the demo model, in float32."""
-    folder = resolve("demo", dtype="float32")
+    folder = resolve(EngineConfig("demo", dtype="float32"))
     model: Any = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, num_hidden_layers=num_layers
     )

@@ -4,6 +4,9 @@ import json
 import math
 from typing import Any
 
+Json = dict[str, Any]
+"""A JSON object."""
+
 _PROBLEMS = {
     "Expecting value": "a value is missing, or is not written as JSON",
     "Expecting ',' delimiter": "a comma or a closing bracket is missing",

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from config.checkpoint.resolve import resolve
-from config.engine import DUMMY, EngineConfig
+from config.engine import EngineConfig
 from config.errors import ConfigError, SettingError
 from config.model.context_length import default_context_length, max_context_length
 from config.model.model_config import ModelConfig
@@ -22,12 +22,14 @@ def draft_folder(
     ConfigError."""
     try:
         return resolve(
-            method.model,
-            revision=method.revision,
-            cache_dir=config.cache_dir,
-            download_dir=config.download_dir,
-            dtype=config.dtype,
-            has_weights=config.load_format != DUMMY,
+            replace(
+                config,
+                model=method.model,
+                revision=method.revision,
+                quantization=None,
+                quant_config=None,
+                hf_overrides="",
+            ),
             report=report,
         )
     except ConfigError as error:

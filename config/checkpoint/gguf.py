@@ -20,7 +20,8 @@ from config.checkpoint.gguf_tokenizer import tokenizer_files
 from config.checkpoint.gguf_weights import stored_shapes, write_blocks, write_safetensors
 from config.checkpoint.shapes import check_num_layers, check_shapes, weight_map_of
 from config.errors import ConfigError
-from config.model.json_fields import Fields, Json
+from config.json_text import Json
+from config.model.json_fields import Fields
 from config.model.model_config import BLOCKS, DTYPES, ModelConfig
 from config.model.read_config import model_config_of, read_model_config
 from config.owned_directory import OwnedDirectory

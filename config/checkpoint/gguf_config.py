@@ -9,6 +9,7 @@ import numpy as np
 from config.checkpoint.gguf_families import FAMILIES, has, layer_kv_heads
 from config.checkpoint.gguf_metadata import GgufFile
 from config.errors import ConfigError
+from config.json_text import Json
 from config.model.architectures import ARCHITECTURES
 from config.model.json_fields import shown
 from config.model.sentence_transformers import CLS, LAST, MEAN
@@ -26,7 +27,7 @@ _ROLES = dict.fromkeys(("chatglm", "glm4", "glm4moe"), ("<|user|>", "<|observati
 _CONTROL, _USER_DEFINED = 3, 4
 
 
-def model_config(file: GgufFile, dtype: str) -> dict[str, Any]:
+def model_config(file: GgufFile, dtype: str) -> Json:
     """The config.json of `file`, with `dtype` as its torch_dtype. Raises ConfigError."""
     if file.value("general.type", str) == "adapter":
         raise ConfigError(
@@ -45,7 +46,7 @@ def model_config(file: GgufFile, dtype: str) -> dict[str, Any]:
     usual = _head_dim(file, hidden, heads, rope_dims)
     head_dim = file.count("attention.key_length", usual)
     theta = file.get("rope.freq_base", float)
-    config: dict[str, Any] = {
+    config: Json = {
         "architectures": [family.name],
         "model_type": family.model_type or file.architecture,
         "vocab_size": _vocab_size(file),
@@ -101,7 +102,7 @@ def _default(architecture: str, field: str, usual: float) -> Any:
     return usual if family is None else family.defaults.get(field, usual)
 
 
-def _windows(file: GgufFile) -> dict[str, Any]:
+def _windows(file: GgufFile) -> Json:
     """Fields for sliding-window layers, if any. The file has a number n, if every n-th layer uses
     full attention, or a list with true for each sliding-window layer."""
     found = file.metadata.get(f"{file.architecture}.attention.sliding_window_pattern")
@@ -112,14 +113,14 @@ def _windows(file: GgufFile) -> dict[str, Any]:
     return {"layer_types": [kinds[bool(has_window)] for has_window in found]}
 
 
-def _experts(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+def _experts(file: GgufFile, config: Json) -> Json:
     family = ARCHITECTURES.get(config["architectures"][0])
     names = None if family is None else family.moe
     if names is None:
         return {}
     if names.may_be_none and not file.get("expert_count", int):
         return {}
-    found: dict[str, Any] = {
+    found: Json = {
         names.num_experts: file.count("expert_count"),
         names.top_k: file.count("expert_used_count"),
     }
@@ -148,7 +149,7 @@ def _columns(file: GgufFile, part: str) -> int:
     return next((tensor.shape[0] for tensor in found), 0)
 
 
-def generation_config(file: GgufFile) -> dict[str, Any]:
+def generation_config(file: GgufFile) -> Json:
     """The generation_config.json of `file`: the ids of its special tokens."""
     ids = _special_ids(file)
     names = ("eos", "eot", "eom")
@@ -175,7 +176,7 @@ def _head_dim(file: GgufFile, hidden: int, heads: int, rope_dims: int | None) ->
     return hidden // heads
 
 
-def pooling_files(file: GgufFile) -> dict[str, Any]:
+def pooling_files(file: GgufFile) -> Json:
     """Path -> content of the sentence-transformers files; empty unless the file's pooling type
     gives a vector. Vectors are normalized to length 1, as in llama.cpp."""
     mode = {1: MEAN, 2: CLS, 3: LAST}.get(file.get("pooling_type", int) or 0)
@@ -220,7 +221,7 @@ def _epsilon(file: GgufFile) -> float:
     return next(value for value in found if value is not None)
 
 
-def _special_ids(file: GgufFile) -> dict[str, Any]:
+def _special_ids(file: GgufFile) -> Json:
     names = {"bos": "bos", "eos": "eos", "padding": "pad"}
     found = {
         f"{ours}_token_id": file.value(f"tokenizer.ggml.{name}_token_id", int)
@@ -229,7 +230,7 @@ def _special_ids(file: GgufFile) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _rope_scaling(file: GgufFile, config: dict[str, Any]) -> dict[str, Any] | None:
+def _rope_scaling(file: GgufFile, config: Json) -> Json | None:
     if "rope_factors_long.weight" in file.tensors:
         return _longrope(file, config)
     if "rope_freqs.weight" in file.tensors:
@@ -245,7 +246,7 @@ def _rope_scaling(file: GgufFile, config: dict[str, Any]) -> dict[str, Any] | No
             f"{file.path} has rope scaling {shown(kind)} with factor {factor}, it must be linear "
             "or yarn with a factor"
         )
-    scaling: dict[str, Any] = {"rope_type": kind, "factor": factor}
+    scaling: Json = {"rope_type": kind, "factor": factor}
     if kind == "yarn":
         if original := file.get("rope.scaling.original_context_length", int):
             scaling["original_max_position_embeddings"] = original
@@ -271,8 +272,8 @@ def _factors(file: GgufFile, name: str) -> list[float]:
     return values
 
 
-def _longrope(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
-    scaling: dict[str, Any] = {
+def _longrope(file: GgufFile, config: Json) -> Json:
+    scaling: Json = {
         "rope_type": "longrope",
         "short_factor": _factors(file, "rope_factors_short.weight"),
         "long_factor": _factors(file, "rope_factors_long.weight"),
@@ -286,7 +287,7 @@ def _longrope(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
     return scaling
 
 
-def _llama3(file: GgufFile, config: dict[str, Any]) -> dict[str, Any] | None:
+def _llama3(file: GgufFile, config: Json) -> Json | None:
     """The rope_scaling of Llama 3 from the stored factors, a factor per frequency; None if all
     factors are 1. Raises ConfigError for other factors.
 

@@ -2,12 +2,12 @@
 lack or store in another form."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from config.checkpoint.gguf_metadata import GgufFile
 from config.errors import ConfigError
+from config.json_text import Json
 from config.model.family_fields import causal_name
-from config.model.json_fields import Json
 from config.model.model_config import ModelConfig
 
 EPS = "rms_norm_eps"
@@ -131,7 +131,7 @@ def _deepseek2(file: GgufFile, config: Json) -> Json:
         raise ConfigError(
             f"{file.path} applies rope to {rotated} dimensions of a head, which has {key}"
         )
-    found: dict[str, Any] = {
+    found: Json = {
         "num_key_value_heads": config["num_attention_heads"],
         "head_dim": rotated,
         "partial_rotary_factor": 1.0,
@@ -195,7 +195,7 @@ def _gpt_oss(file: GgufFile, config: Json) -> Json:
         for name, tensor in file.tensors.items()
         if name.endswith("_exps.weight")
     }
-    found: dict[str, Any] = {}
+    found: Json = {}
     if "MXFP4" in kinds:
         found["quantization_config"] = {"quant_method": "mxfp4"}
     if "rope_scaling" in config:
@@ -352,7 +352,7 @@ _LAYERS_OF_BAICHUAN_13B = 40
 
 def _bert(file: GgufFile, config: Json) -> Json:
     """Encoder fields. A file without token types is a DistilBERT."""
-    found: dict[str, Any] = {"hidden_act": "gelu", "is_decoder": False}
+    found: Json = {"hidden_act": "gelu", "is_decoder": False}
     if "token_types.weight" in file.tensors:
         return {**found, "type_vocab_size": file.tensors["token_types.weight"].shape[-1]}
     return {

@@ -200,7 +200,7 @@ class WeightSources:
         ConfigError for a tensor of the wrong shape or type."""
         kind = spec.name.rpartition(".")[2]
         if spec.num_experts is not None:
-            return tuple(self._stacked_experts(spec))
+            return tuple(self._stacked_experts(spec, spec.num_experts))
         if ".in_proj_qkvz." in spec.name:
             return self._fused_delta(spec, kind)
         if spec.name.endswith(
@@ -230,12 +230,17 @@ class WeightSources:
         for theirs, ours in _RENAMED.items():
             if name.endswith(theirs):
                 name = name.removesuffix(theirs) + ours
-        layer = self._layer.match(name)
-        if layer is not None:
-            name = f"{self._layer_prefix}0.{name[layer.end() :]}"
+        block = self._block(name)
+        name = self._layer.sub(f"{self._layer_prefix}0.", name)
         name = _NORM.sub(".", _EXPERT.sub(".experts.", name))
         found = self._names.get_name(name, try_suffixes=(".weight", ".bias")) or ""
-        return found if layer is None else found.replace("blk.0.", f"blk.{layer[1]}.", 1)
+        return found.replace("blk.0.", block, 1) if block else found
+
+    def _block(self, weight: str) -> str:
+        """Beginning of the names of the file's tensors for the layer of `weight`; empty for a
+        weight outside the layers."""
+        layer = self._layer.match(weight)
+        return f"blk.{layer[1]}." if layer else ""
 
     def _source(
         self,
@@ -295,10 +300,10 @@ class WeightSources:
     def _fused_part(self, spec: WeightSpec, kind: str) -> tuple[Part, ...]:
         """q, k or v from the file's fused qkv tensor; empty for another weight, or if the file has
         no such tensor."""
-        layer = self._layer.match(spec.name)
-        if layer is None or "qkv_proj" not in spec.parameter or len(spec.outputs) != 1:
+        block = self._block(spec.name)
+        if not block or "qkv_proj" not in spec.parameter or len(spec.outputs) != 1:
             return ()
-        name = f"blk.{layer[1]}.attn_qkv.{kind}"
+        name = f"{block}attn_qkv.{kind}"
         if name not in self._file.tensors:
             return ()
         source = self._source(name, spec.name)
@@ -310,10 +315,10 @@ class WeightSources:
     def _split_parts(self, spec: WeightSpec, kind: str) -> tuple[Part, ...]:
         """The checkpoint's fused qkv weight from three tensors of the file; empty for another
         weight, or if the file has no such tensors."""
-        layer = self._layer.match(spec.name)
-        if layer is None or "qkv_proj" not in spec.parameter or len(spec.outputs) != 3:
+        block = self._block(spec.name)
+        if not block or "qkv_proj" not in spec.parameter or len(spec.outputs) != 3:
             return ()
-        names = [f"blk.{layer[1]}.attn_{part}.{kind}" for part in "qkv"]
+        names = [f"{block}attn_{part}.{kind}" for part in "qkv"]
         if names[0] not in self._file.tensors:
             return ()
         sources = [self._source(name, spec.name) for name in names]
@@ -356,13 +361,12 @@ class WeightSources:
     def _fused_delta(self, spec: WeightSpec, kind: str) -> tuple[Part, ...]:
         """Queries, keys, values and gates of gated DeltaNet, grouped by key head in the checkpoint.
         Older files have the same layout; newer files store the gates in a separate tensor."""
-        layer = self._layer.match(spec.name)
-        assert layer is not None
-        name = f"blk.{layer[1]}.ssm_in.{kind}"
+        block = self._block(spec.name)
+        name = f"{block}ssm_in.{kind}"
         if name in self._file.tensors:
             return (Part((self._source(name, spec.name),)),)
-        qkv = self._source(f"blk.{layer[1]}.attn_qkv.{kind}", spec.name)
-        gate = self._source(f"blk.{layer[1]}.attn_gate.{kind}", spec.name)
+        qkv = self._source(f"{block}attn_qkv.{kind}", spec.name)
+        gate = self._source(f"{block}attn_gate.{kind}", spec.name)
         sizes = tuple(spec.output_sizes[output] for output in spec.outputs)
         self._check_shape(qkv, (sum(sizes[:3]), *spec.shape[1:]), spec.name)
         self._check_shape(gate, (sizes[3], *spec.shape[1:]), spec.name)
@@ -409,29 +413,25 @@ class WeightSources:
     def _merged_mlp(self, spec: WeightSpec) -> tuple[Part, ...]:
         """The shared MLP, with gate and up merged in the checkpoint. GGUF files store it as a
         shared expert, or as a plain MLP in models without experts."""
-        layer = self._layer.match(spec.name)
-        assert layer is not None
+        block = self._block(spec.name)
         is_down = spec.name.endswith("output_linear.weight")
         parts = ("down",) if is_down else ("gate", "up")
         shape = (spec.shape[0] // len(parts), spec.shape[1])
-        plain = f"blk.{layer[1]}.ffn_{parts[0]}.weight"
-        end = "" if plain in self._file.tensors else "_shexp"
-        sources = [
-            self._source(f"blk.{layer[1]}.ffn_{part}{end}.weight", spec.name) for part in parts
-        ]
+        end = "" if f"{block}ffn_{parts[0]}.weight" in self._file.tensors else "_shexp"
+        sources = [self._source(f"{block}ffn_{part}{end}.weight", spec.name) for part in parts]
         for source in sources:
             self._check_shape(source, shape, spec.name)
         return tuple(Part((source,)) for source in sources)
 
-    def _stacked_experts(self, spec: WeightSpec) -> Iterator[Part]:
-        """Weights or biases of all experts. The file stores gate, up and down separately."""
-        path, count = spec.name, spec.num_experts
-        assert count is not None
+    def _stacked_experts(self, spec: WeightSpec, count: int) -> Iterator[Part]:
+        """Weights or biases of all `count` experts. The file stores gate, up and down
+        separately."""
+        path = spec.name
         kind = "bias" if path.endswith("_bias") else "weight"
         stem = path.removesuffix("_bias").removesuffix("_blocks").removesuffix("_scales")
-        if (layer := self._layer.match(path)) is not None and path.endswith("_linear.weight"):
+        if (block := self._block(path)) and path.endswith("_linear.weight"):
             parts = ("down",) if path.endswith("output_linear.weight") else ("gate", "up")
-            stored = [f"blk.{layer[1]}.ffn_{part}_exps.weight" for part in parts]
+            stored = [f"{block}ffn_{part}_exps.weight" for part in parts]
         else:
             names = [stem] if stem.endswith("down_proj") else []
             both = ("gate_proj", "up_proj")

@@ -3,10 +3,10 @@ of transformers are not used: they are private, and differ between 4.51 and 5 in
 rules for `tokenizer.ggml.pre`."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from config.checkpoint.gguf_metadata import GgufFile
 from config.errors import ConfigError
+from config.json_text import Json
 from config.model.json_fields import shown
 
 LLAMA3_SPLIT = (
@@ -78,7 +78,7 @@ _WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken
 with bos unless the file disables it."""
 
 
-def tokenizer_files(file: GgufFile) -> dict[str, dict[str, Any]] | None:
+def tokenizer_files(file: GgufFile) -> dict[str, Json] | None:
     """File name -> content; None if the file has no tokenizer. Raises ConfigError, also for an
     unknown tokenizer kind or split rule: a guess would produce tokens that the model was not
     trained on."""
@@ -108,7 +108,7 @@ def _tokens(file: GgufFile) -> list[tuple[str, int]]:
     return list(zip(tokens, kinds, strict=True))
 
 
-def _byte_level(file: GgufFile) -> dict[str, Any]:
+def _byte_level(file: GgufFile) -> Json:
     pre = file.value("tokenizer.ggml.pre", str) or "default"
     alphabet = byte_alphabet()
     letters = set(alphabet)
@@ -144,7 +144,7 @@ def _byte_level(file: GgufFile) -> dict[str, Any]:
     }
 
 
-def _pre_tokenizer(file: GgufFile, pre: str, byte_level: dict[str, Any]) -> dict[str, Any]:
+def _pre_tokenizer(file: GgufFile, pre: str, byte_level: Json) -> Json:
     if pre in _GPT2:
         return {**byte_level, "use_regex": True}
     if pre in _SINGLE_DIGITS:
@@ -167,11 +167,11 @@ def _pre_tokenizer(file: GgufFile, pre: str, byte_level: dict[str, Any]) -> dict
     return _in_order(*map(_split, patterns), {**byte_level, "use_regex": False})
 
 
-def _in_order(*pretokenizers: dict[str, Any]) -> dict[str, Any]:
+def _in_order(*pretokenizers: Json) -> Json:
     return {"type": "Sequence", "pretokenizers": list(pretokenizers)}
 
 
-def _split(pattern: str) -> dict[str, Any]:
+def _split(pattern: str) -> Json:
     return {
         "type": "Split",
         "pattern": {"Regex": pattern},
@@ -180,7 +180,7 @@ def _split(pattern: str) -> dict[str, Any]:
     }
 
 
-def _sentencepiece(file: GgufFile) -> dict[str, Any]:
+def _sentencepiece(file: GgufFile) -> Json:
     tokens = _tokens(file)
     vocab = {token: number for number, (token, _) in enumerate(tokens)}
     unknown = file.value("tokenizer.ggml.unknown_token_id", int)
@@ -189,10 +189,8 @@ def _sentencepiece(file: GgufFile) -> dict[str, Any]:
             f"tokenizer.ggml.unknown_token_id in {file.path} is {unknown}, it must be between 0 "
             f"and {len(tokens) - 1}"
         )
-    spaces: list[dict[str, Any]] = [
-        {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
-    ]
-    decoders: list[dict[str, Any]] = [
+    spaces: list[Json] = [{"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}]
+    decoders: list[Json] = [
         {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "},
         {"type": "ByteFallback"},
         {"type": "Fuse"},
@@ -218,7 +216,7 @@ def _sentencepiece(file: GgufFile) -> dict[str, Any]:
     }
 
 
-def _wordpiece(file: GgufFile) -> dict[str, Any]:
+def _wordpiece(file: GgufFile) -> Json:
     """WordPiece tokenizer of BERT. GGUF files mark the start of a word with U+2581 instead of
     marking continuations with ##."""
     tokens = _tokens(file)
@@ -291,7 +289,7 @@ def _merges(file: GgufFile, vocab: dict[str, int]) -> list[list[str]]:
     return [pair for *_, pair in found]
 
 
-def _added_tokens(tokens: list[tuple[str, int]], special: tuple[int, ...]) -> list[dict[str, Any]]:
+def _added_tokens(tokens: list[tuple[str, int]], special: tuple[int, ...]) -> list[Json]:
     return [
         {
             "id": number,
@@ -336,7 +334,7 @@ def _adds(file: GgufFile, name: str) -> bool:
     return kind == "bert" or (name == "bos" and (kind == "llama" or pre in _WHOLE_WORDS))
 
 
-def _post_processor(file: GgufFile) -> dict[str, Any] | None:
+def _post_processor(file: GgufFile) -> Json | None:
     """Post-processor that adds bos and eos according to the file, cls and sep for BERT; None if it
     would add no token."""
     named = _named(file)
@@ -348,7 +346,7 @@ def _post_processor(file: GgufFile) -> dict[str, Any] | None:
     if not before and not after:
         return None
 
-    def part(name: str, type_id: int, before: list[tuple[str, int]]) -> list[dict[str, Any]]:
+    def part(name: str, type_id: int, before: list[tuple[str, int]]) -> list[Json]:
         return [
             *[{"SpecialToken": {"id": token, "type_id": type_id}} for token, _ in before],
             {"Sequence": {"id": name, "type_id": type_id}},
@@ -367,8 +365,8 @@ def _post_processor(file: GgufFile) -> dict[str, Any] | None:
     }
 
 
-def _tokenizer_config(file: GgufFile) -> dict[str, Any]:
-    config: dict[str, Any] = {
+def _tokenizer_config(file: GgufFile) -> Json:
+    config: Json = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "add_bos_token": _adds(file, "bos"),
         "add_eos_token": _adds(file, "eos"),

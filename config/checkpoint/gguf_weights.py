@@ -16,6 +16,7 @@ from config.checkpoint.gguf_metadata import GgufFile
 from config.checkpoint.gguf_tensors import DTYPES, Entry, TensorRows
 from config.checkpoint.safetensors_files import Shapes
 from config.errors import ConfigError
+from config.json_text import Json
 from config.progress import CONVERTING, Bar, Report, unreported
 
 BLOCK_TYPES = (
@@ -77,7 +78,7 @@ def write_stream(
 ) -> None:
     """Write a safetensors file of `tensors` with the bytes in `pieces`.
     Format: https://github.com/huggingface/safetensors#format"""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: Json = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, dtype, shape, num_bytes in tensors:
         start, end = end, end + num_bytes

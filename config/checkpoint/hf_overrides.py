@@ -9,9 +9,9 @@ from typing import Any
 
 from config.cache_folder import cache_errors, cache_path, check_own, sync
 from config.errors import ConfigError, SettingError
-from config.json_text import json_setting_problem, parse_json
+from config.json_text import Json, json_setting_problem, parse_json
 from config.loading.env import cache_home
-from config.model.json_fields import Json, read_json
+from config.model.json_fields import read_json
 from config.model.read_config import read_model_config
 from config.owned_directory import OwnedDirectory
 from config.whole_folders import replace_folder

@@ -19,30 +19,25 @@ from config.progress import Report, unreported
 
 @checkpoint_errors()
 def resolve(
-    model: str,
+    engine: EngineConfig,
     *,
-    revision: str | None = None,
-    cache_dir: str | None = None,
-    download_dir: str | None = None,
-    progress: bool = True,
-    dtype: str = "bfloat16",
-    keep_blocks: bool = False,
-    has_weights: bool = True,
-    hf_overrides: str = "",
-    report: Report = unreported,
     check: Callable[[str], object] = read_model_config,
+    report: Report = unreported,
+    progress: bool = True,
 ) -> str:
-    """A local folder with config.json, *.safetensors and the tokenizer files of the model, if any.
+    """A local folder with config.json, *.safetensors and the tokenizer files of the model of
+    `engine`, if any.
 
-    `model` is the demo model's name, a folder, a `.gguf` file (converted once into `cache_dir`, its
-    matrices rounded to `dtype`; float32 is exact) or a hub id, downloaded at `revision` into
-    `download_dir` after `check` of its other files (config/checkpoint/hub.py). With `keep_blocks`
-    the folder of a GGUF file also has its quantized weights. `dtype` auto means bfloat16. Without
-    `has_weights` a folder may lack *.safetensors, and no *.safetensors are downloaded.
-    `hf_overrides`: JSON object with fields that override config.json. `progress` shows progress
-    bars on a terminal; `report` is called with the same progress. Raises CheckpointError;
-    SettingError if a setting such as `hf_overrides` is wrong.
+    The model is the demo model's name, a folder, a `.gguf` file (converted once into `cache_dir`,
+    its matrices rounded to `dtype`; float32 is exact) or a hub id, downloaded at `revision` into
+    `download_dir` after `check` of its other files (config/checkpoint/hub.py). With the
+    quantization gguf the folder of a GGUF file also has its quantized weights. `dtype` auto means
+    bfloat16. With random weights a folder may lack *.safetensors, and no *.safetensors are
+    downloaded. `progress` shows progress bars on a terminal; `report` is called with the same
+    progress. Raises CheckpointError; SettingError if a setting such as `hf_overrides` is wrong.
     """
+    model, dtype, cache_dir = engine.model, engine.dtype, engine.cache_dir
+    hf_overrides, has_weights = engine.hf_overrides, engine.load_format != DUMMY
     parse_overrides(hf_overrides)
 
     def checked(folder: str) -> None:
@@ -59,7 +54,7 @@ def resolve(
             path,
             Path(cache_dir or cache_home()),
             dtype="bfloat16" if dtype == "auto" else dtype,
-            keep_blocks=keep_blocks,
+            keep_blocks=engine.quantization == "gguf",
             sampling=sampling,
             progress=progress,
             report=report,
@@ -71,8 +66,8 @@ def resolve(
     elif is_hub_id(model):
         folder = download_model(
             model,
-            revision,
-            download_dir,
+            engine.revision,
+            engine.download_dir,
             check=checked,
             has_weights=has_weights,
             progress=progress,
@@ -81,25 +76,6 @@ def resolve(
     else:
         raise no_such_model(model)
     return with_overrides(str(folder), hf_overrides, cache_dir)
-
-
-def engine_folder(
-    engine: EngineConfig, *, check: Callable[[str], object], report: Report, progress: bool = True
-) -> str:
-    """The folder that `resolve` returns for the model and the settings of `engine`."""
-    return resolve(
-        engine.model,
-        revision=engine.revision,
-        cache_dir=engine.cache_dir,
-        download_dir=engine.download_dir,
-        progress=progress,
-        dtype=engine.dtype,
-        keep_blocks=engine.quantization == "gguf",
-        has_weights=engine.load_format != DUMMY,
-        hf_overrides=engine.hf_overrides,
-        report=report,
-        check=check,
-    )
 
 
 def _checked(folder: Path, has_weights: bool, check: Callable[[str], object]) -> Path:

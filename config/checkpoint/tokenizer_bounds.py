@@ -16,6 +16,7 @@ import msgspec
 
 from config.checkpoint.split_patterns import is_linear, min_match_characters
 from config.errors import ConfigError
+from config.json_text import Json
 from config.model.json_fields import shown
 from config.whole_files import read_limited
 
@@ -160,7 +161,7 @@ class _Checker:
             self._at_most(f"characters in {name}", len(text), MAX_AFFIX_CHARACTERS)
         return longest
 
-    def _check_padding(self, padding: Any) -> None:
+    def _check_padding(self, padding: object) -> None:
         if not isinstance(padding, dict):
             return
         strategy = padding.get("strategy")
@@ -269,7 +270,7 @@ class _Checker:
         self._at_most(f"bytes in its {name}", len(data), MAX_PART_BYTES)
         return json.loads(data)
 
-    def _steps(self, name: str, part: Any, inner: str) -> list[dict[str, Any]]:
+    def _steps(self, name: str, part: object, inner: str) -> list[Json]:
         """The steps of a section, including the steps of nested sequences."""
         if part is None:
             return []
@@ -289,7 +290,7 @@ class _Checker:
                 f"{self._path} has {shown(math.ceil(count))} {what}, at most {most} are allowed"
             )
 
-    def _unknown(self, name: str, part: Any) -> ConfigError:
+    def _unknown(self, name: str, part: object) -> ConfigError:
         return ConfigError(
             f"{self._path} has a {name} that is not in the format of the tokenizers library: "
             f"{shown(part)}"

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from config.errors import ConfigError
-from config.json_text import parse_json
+from config.json_text import Json, parse_json
 from config.loading.flags import FLAGS
 from config.loading.values import UNITS, Given
 from config.loading.vllm_flags import ACCEPTED, SHORT_FORMS, absence
@@ -114,7 +114,7 @@ def _with_objects(words: Iterable[str]) -> list[str]:
     end: --a.b.c 1 becomes --a '{"b": {"c": 1}}', --a.b+ 1,2 becomes --a '{"b": ["1", "2"]}'."""
     rest = deque(words)
     plain: list[str] = []
-    objects: dict[str, dict[str, Any]] = {}
+    objects: dict[str, Json] = {}
     while rest:
         word = rest.popleft()
         match = _DOTTED.match(word)
@@ -157,7 +157,7 @@ def with_objects_of_dots(content: Mapping[Any, Any]) -> list[tuple[Any, object]]
     """The entries of a file or keywords, with dotted keys of the same name merged into an object at
     the end. Text values of dotted keys are parsed as on the command line."""
     plain: dict[Any, object] = {}
-    objects: dict[str, dict[str, Any]] = {}
+    objects: dict[str, Json] = {}
     for key, value in content.items():
         name, *keys = _path(key)
         if not keys or len(keys) > MAX_DOTS:
@@ -199,7 +199,7 @@ def levels_of(given: Given) -> list[int]:
     return [value] if isinstance(value, int) and not isinstance(value, bool) else []
 
 
-def set_entry(target: dict[str, Any], keys: list[str], value: Any) -> None:
+def set_entry(target: Json, keys: list[str], value: object) -> None:
     """Set the entry at the path `keys`; lists are extended, objects merged."""
     *parents, last = keys
     for key in parents:

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from config.checkpoint.safetensors_files import StoredTensor, unique_fields
 from config.errors import ConfigError
-from config.model.json_fields import Json, parse_json_object, shown
+from config.json_text import Json
+from config.model.json_fields import parse_json_object, shown
 from config.whole_files import is_present
 
 CONFIG_FILE = "adapter_config.json"

@@ -9,8 +9,9 @@ from typing import Any, Generic, TypeVar
 
 from config.errors import ConfigError
 from config.expressions import FULL, MAX_EXPRESSIONS, Expressions, Unsupported
+from config.json_text import Json
 from config.lora.adapter_folder import CONFIG_FILE, AdapterFolder
-from config.model.json_fields import MAX_COUNT, Json, shown
+from config.model.json_fields import MAX_COUNT, shown
 
 logger = logging.getLogger(__name__)
 
@@ -174,7 +175,7 @@ def _check(file: str, fields: Mapping[str, Any]) -> None:
             )
 
 
-def _number(file: str, name: str, value: Any, kind: type[Value]) -> Value:
+def _number(file: str, name: str, value: object, kind: type[Value]) -> Value:
     allowed = (int,) if kind is int else (int, float)
     if isinstance(value, bool) or not isinstance(value, allowed):
         noun = "an integer" if kind is int else "a number"
@@ -191,7 +192,7 @@ def _number(file: str, name: str, value: Any, kind: type[Value]) -> Value:
     return kind(value)
 
 
-def _targets(file: str, value: Any) -> frozenset[str] | Expressions | None:
+def _targets(file: str, value: object) -> frozenset[str] | Expressions | None:
     if isinstance(value, str) and value:
         if value.lower() == ALL_LINEAR:
             return None
@@ -240,7 +241,7 @@ def _grouped(file: str, fields: Json) -> frozenset[str]:
     return frozenset(STACKED_PARAMETERS if is_unmarked else ())
 
 
-def _names(file: str, field: str, value: Any) -> frozenset[str]:
+def _names(file: str, field: str, value: object) -> frozenset[str]:
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
         raise ConfigError(f"{file} has {field} {shown(value)}, it must be a list of strings")
     if len(value) > MAX_TARGETS:

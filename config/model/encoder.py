@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from config.errors import ConfigError
-from config.model.json_fields import Fields, Json, shown
+from config.json_text import Json
+from config.model.json_fields import Fields, shown
 
 BERT, ROBERTA, XLM_ROBERTA, DISTIL_BERT = "Bert", "Roberta", "XLMRoberta", "DistilBert"
 NOMIC_BERT = "NomicBert"

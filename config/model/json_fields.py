@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from config.errors import CheckpointError, ConfigError
-from config.json_text import parse_json
+from config.json_text import Json, parse_json
 from config.whole_files import read_limited
 
 T = TypeVar("T")
-Json = dict[str, Any]
 
 MAX_JSON_BYTES = 32 * 2**20
 """Maximum size of a JSON file. Published config files are below 2 MB; an index of 90,000 tensors is
@@ -56,7 +55,7 @@ def read_any_json(file: Path) -> Any:
     return _parse(data, file)
 
 
-def _object(value: Any, file: object) -> Json:
+def _object(value: object, file: object) -> Json:
     if not isinstance(value, dict):
         raise CheckpointError(f"{file} is a {type(value).__name__}, it must be a JSON object")
     return value

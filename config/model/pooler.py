@@ -7,9 +7,9 @@ from pathlib import Path
 
 from config.engine import EngineConfig
 from config.errors import ConfigError, SettingError
-from config.json_text import json_setting_problem, parse_json
+from config.json_text import Json, json_setting_problem, parse_json
 from config.model.family_fields import GENERATOR_ENDINGS
-from config.model.json_fields import MAX_COUNT, Fields, Json, read_json, shown
+from config.model.json_fields import MAX_COUNT, Fields, read_json, shown
 from config.model.model_config import ModelConfig
 from config.model.sentence_transformers import (
     CLS,

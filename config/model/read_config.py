@@ -8,11 +8,12 @@ from types import MappingProxyType
 from typing import Any
 
 from config.errors import ConfigError
+from config.json_text import Json
 from config.model.architectures import ARCHITECTURES, nearest
 from config.model.decoder_spec import Family
 from config.model.encoder import encoder_fields, with_usual_encoder_names
 from config.model.family_fields import GENERATORS, causal_name, with_usual_names
-from config.model.json_fields import Fields, Json, read_json, shown
+from config.model.json_fields import Fields, read_json, shown
 from config.model.model_config import (
     DEFAULT_THETA,
     DTYPES,

@@ -1,6 +1,7 @@
 """Rope fields of config.json, merged from rope_scaling and rope_parameters."""
 
-from config.model.json_fields import Fields, Json, shown
+from config.json_text import Json
+from config.model.json_fields import Fields, shown
 from config.model.model_config import DEFAULT_THETA, LAYER_TYPES
 
 _FULL = LAYER_TYPES[0]

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from config.errors import ConfigError
-from config.model.json_fields import Fields, Json, read_any_json, read_json, shown
+from config.json_text import Json
+from config.model.json_fields import Fields, read_any_json, read_json, shown
 from config.whole_files import is_present
 
 CLS, MEAN, MAX, LAST = "cls", "mean", "max", "lasttoken"

@@ -7,7 +7,8 @@ import msgspec
 
 from config.checkpoint.tokenizer_bounds import MAX_TOKENIZER_BYTES
 from config.errors import ConfigError
-from config.model.json_fields import Json, read_any_json
+from config.json_text import Json
+from config.model.json_fields import read_any_json
 from config.whole_files import is_present, read_limited
 
 NAMED_TOKENS = (

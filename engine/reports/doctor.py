@@ -6,13 +6,13 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from config.checkpoint.demo import NAMES
 from config.devices.base import DEVICES
 from config.engine import EngineConfig
 from config.errors import ConfigError, bytes_text
 from config.execution import EMULATED_RELEASE, RUNTIME_DISTRIBUTION, ModeChoice, choose_mode
+from config.json_text import Json
 from config.model.quantization.inc import INC, MODULE, PACKAGE
 from config.version import VERSION
 from engine.selftest.fallbacks import shown
@@ -269,7 +269,7 @@ def as_text(diagnosis: Diagnosis) -> str:
     return "\n".join([*lines, "", diagnosis.verdict])
 
 
-def as_json(diagnosis: Diagnosis) -> dict[str, Any]:
+def as_json(diagnosis: Diagnosis) -> Json:
     """The report as JSON."""
     return {
         "version": VERSION,

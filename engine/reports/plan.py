@@ -5,11 +5,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import Any
 
 from config.engine import EngineConfig
 from config.errors import ConfigError, bytes_text
 from config.execution import PACKED_EXPERTS_FLAG
+from config.json_text import Json
 from config.model.architectures import is_native
 from config.model.kv_cache_dtype import AUTO, ON_GAUDI, kv_width
 from config.model.model_config import ModelConfig
@@ -444,7 +444,7 @@ def _shortage(plan: Plan) -> str:
     )
 
 
-def as_json(plan: Plan) -> dict[str, Any]:
+def as_json(plan: Plan) -> Json:
     """The report as JSON; sizes are bytes per card."""
     card, demand = plan.card, plan.card.demand
     return {
@@ -489,7 +489,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _offload_json(card: CardPlan) -> dict[str, Any] | None:
+def _offload_json(card: CardPlan) -> Json | None:
     tiers, size = card.tiers, card.demand.block_size
     if tiers is None:
         return None
@@ -500,7 +500,7 @@ def _offload_json(card: CardPlan) -> dict[str, Any] | None:
     }
 
 
-def _buckets_json(plan: Plan) -> dict[str, Any] | None:
+def _buckets_json(plan: Plan) -> Json | None:
     if plan.table is None:
         return None
     prompts, decodes = _counts(plan.table)

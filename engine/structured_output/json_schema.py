@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from config.errors import UserError
+from config.json_text import Json
 from engine.structured_output.bounds import check_pattern_size, too_large
 
 MAX_NESTING = 120
@@ -122,7 +123,7 @@ def plain_reason(message: str) -> str:
     return message
 
 
-def _prepare(schema: Any) -> Any:
+def _prepare(schema: object) -> Any:
     if isinstance(schema, list):
         return [_prepare(item) for item in schema]
     if not isinstance(schema, dict):
@@ -192,7 +193,7 @@ def _check_nesting(value: Any) -> None:
         level, depth = below, depth + 1
 
 
-def _subschemas(schema: dict[str, Any], root: Any) -> list[tuple[Any, bool]]:
+def _subschemas(schema: Json, root: Any) -> list[tuple[Any, bool]]:
     """(part, whether it applies to the same value as `schema`) for each part of `schema` that may
     be a schema. Also checks the size of patterns."""
     found: list[tuple[Any, bool]] = []
@@ -233,7 +234,7 @@ def _resolve(root: Any, reference: str) -> Any:
     return target
 
 
-def _check_num_properties(schema: dict[str, Any]) -> None:
+def _check_num_properties(schema: Json) -> None:
     count = len(schema["properties"]) if isinstance(schema.get("properties"), dict) else 0
     if count > MAX_PROPERTIES:
         raise _refusal(f"an object has {count} properties, at most {MAX_PROPERTIES} are allowed")
@@ -246,7 +247,7 @@ def _check_types(schema: dict[str, object]) -> None:
             raise _refusal(f"type is {reprlib.repr(name)}, it must be one of {', '.join(TYPES)}")
 
 
-def _check_number_bounds(schema: dict[str, Any]) -> None:
+def _check_number_bounds(schema: Json) -> None:
     """Reject an integral exclusive bound of a number whose bounds are less than 1 apart: the
     library (1.9) would accept the bound itself. Integers are not affected."""
     lows = [_number(schema, name) for name in ("minimum", "exclusiveMinimum")]
@@ -263,7 +264,7 @@ def _check_number_bounds(schema: dict[str, Any]) -> None:
             )
 
 
-def _number(schema: dict[str, Any], name: str) -> float | None:
+def _number(schema: Json, name: str) -> float | None:
     value = schema.get(name)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
@@ -292,7 +293,7 @@ def check_terminates(schema: Any) -> None:
             )
 
 
-def _all_objects(schema: Any) -> list[dict[str, Any]]:
+def _all_objects(schema: Any) -> list[Json]:
     """All JSON objects in `schema`, whether or not they are schemas."""
     found, stack = [], [schema]
     while stack:
@@ -305,7 +306,7 @@ def _all_objects(schema: Any) -> list[dict[str, Any]]:
     return found
 
 
-def _terminates(schema: dict[str, Any], root: Any, terminating: set[int]) -> bool:
+def _terminates(schema: Json, root: Any, terminating: set[int]) -> bool:
     """Whether `schema` has a finite value, given that the schemas in `terminating` have finite
     values."""
     if "enum" in schema or "const" in schema:
@@ -332,21 +333,21 @@ def _terminates(schema: dict[str, Any], root: Any, terminating: set[int]) -> boo
     )
 
 
-def _required_properties(schema: dict[str, Any]) -> list[Any]:
+def _required_properties(schema: Json) -> list[Any]:
     properties = schema.get("properties")
     properties = properties if isinstance(properties, dict) else {}
     names = [name for name in _list(schema.get("required")) if isinstance(name, str)]
     return [properties.get(name, schema.get("additionalProperties")) for name in names]
 
 
-def _required_items(schema: dict[str, Any]) -> list[Any]:
+def _required_items(schema: Json) -> list[Any]:
     min_items = schema.get("minItems", 0)
     min_items = min_items if isinstance(min_items, int) else 0
     prefix = _list(schema.get("prefixItems"))
     return [*prefix[:min_items], *([schema.get("items")] if min_items > len(prefix) else [])]
 
 
-def _list(value: Any) -> list[Any]:
+def _list(value: object) -> list[Any]:
     return value if isinstance(value, list) else []
 
 

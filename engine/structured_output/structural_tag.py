@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from config.errors import UserError
+from config.json_text import Json
 from engine.structured_output.bounds import check_pattern_size, with_ascii_classes
 from engine.structured_output.json_schema import prepare_schema
 
@@ -98,7 +99,7 @@ class _Writer:
         self.rules.append(f"tail: TEXT\nTEXT: {_ANY_TEXT}")
         return f"({' | '.join(names)}){'+' if at_least_one else '*'} tail"
 
-    def _calls(self, part: dict[str, Any]) -> str:
+    def _calls(self, part: Json) -> str:
         starts = part.get("bare_starts", "")
         self.rules.append(f"TEXT: {_ANY_TEXT}")
         silent = [self._literal(word) for word in part.get("silent", ()) if self._is_special(word)]
@@ -193,7 +194,7 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _object(value: Any, name: str) -> dict[str, Any]:
+def _object(value: object, name: str) -> Json:
     if not isinstance(value, dict):
         raise _error(f"{name} is {value!r:.40}, it must be an object")
     return value

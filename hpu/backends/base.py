@@ -115,6 +115,12 @@ class Backend(Protocol):
     """The ranks of this engine, and of the engines that share experts with it. A backend joins them
     in its constructor and leaves them in `close`."""
 
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        """Type of sums over a row of logits. Devices with 32-bit indices have no 64-bit
+        accumulation, either."""
+        return torch.float64 if self.index_dtype == torch.int64 else torch.float32
+
     def dtype_for(self, model_config: ModelConfig, *, is_plain: bool = True) -> torch.dtype:
         """Dtype of a model with --dtype auto: the checkpoint's dtype if it is fast, else
         `default_dtype`, unless the device overrides it. `is_plain`: a built-in decoder with all

@@ -707,7 +707,7 @@ class GaudiBackend(Backend):
         """End the recipe after every `layers_per_recipe` layers: smaller recipes compile faster,
         and equal layers share them."""
 
-        def mark(module: nn.Module, args: Any, output: Any) -> None:
+        def mark(module: nn.Module, args: object, output: object) -> None:
             self._htcore.mark_step()
 
         every = self._execution.layers_per_recipe

@@ -44,17 +44,14 @@ class GatedDeltaNet(nn.Module):
         self.spec = spec
         self.in_proj = in_proj
         self.out_proj = out_proj
-        dtype, device = in_proj.dtype, in_proj.device
         parameter = in_proj.new_parameter
         self.conv_weight = parameter(spec.conv_size, 1, spec.conv_kernel)
         self.A_log = parameter(spec.num_value_heads, dtype=torch.float32)
         self.dt_bias = parameter(spec.num_value_heads, dtype=torch.float32)
-        self.norm = GatedRMSNorm(
-            spec.value_dim, spec.value_dim, eps, norm_first=True, dtype=dtype, device=device
-        )
+        self.norm = GatedRMSNorm(parameter(spec.value_dim), spec.value_dim, eps, norm_first=True)
         conv = (spec.conv_kernel - 1, spec.conv_size)
         recurrent = (spec.num_value_heads, spec.key_dim, spec.value_dim)
-        self.state = StateCache(recurrent_spec(conv, recurrent, dtype))
+        self.state = StateCache(recurrent_spec(conv, recurrent, in_proj.dtype))
         self.matmul: Matmul = torch.matmul
 
     def forward(

@@ -10,25 +10,22 @@ from hpu.distributed.process_groups import SINGLE, ProcessGroup
 class GatedRMSNorm(nn.Module):
     """Gated RMS norm in float32: norm(x * silu(gate)) * weight (Mamba 2), or norm(x) * weight *
     silu(gate) (gated DeltaNet). Normalizes each group of `group_size` adjacent features.
-    `weight` has the size of x or of a group, and is allocated, not filled."""
+    `weight` has the size of x or of a group."""
 
     def __init__(
         self,
-        size: int,
+        weight: nn.Parameter,
         group_size: int,
         eps: float,
         *,
         norm_first: bool,
-        dtype: torch.dtype,
-        device: torch.device,
         ranks: ProcessGroup = SINGLE,
         ranks_per_group: int = 1,
     ) -> None:
-        """`size`: size of the weight on this rank. `ranks_per_group`: number of adjacent ranks
-        that share a group; `group_size` is then the part of the group on each rank."""
+        """`weight`: the part of this rank. `ranks_per_group`: number of adjacent ranks that share a
+        group; `group_size` is then the part of the group on each rank."""
         super().__init__()
-        empty = torch.empty(size, dtype=dtype, device=device)
-        self.weight = nn.Parameter(empty, requires_grad=False)
+        self.weight = weight
         self.eps = eps
         self._group_size = group_size
         self._norm_first = norm_first

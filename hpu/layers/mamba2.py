@@ -42,7 +42,6 @@ class Mamba2Mixer(nn.Module):
         self.spec = spec
         self.in_proj = in_proj
         self.out_proj = out_proj
-        dtype, device = in_proj.dtype, in_proj.device
         parameter = in_proj.new_parameter
         self.conv_weight = parameter(spec.conv_size, 1, spec.conv_kernel)
         self.conv_bias = parameter(spec.conv_size) if spec.conv_bias else None
@@ -50,18 +49,16 @@ class Mamba2Mixer(nn.Module):
         self.D = parameter(spec.num_heads, dtype=torch.float32)
         self.dt_bias = parameter(spec.num_heads, dtype=torch.float32)
         self.norm = GatedRMSNorm(
-            spec.inner_size,
+            parameter(spec.inner_size),
             spec.inner_size // spec.num_groups,
             eps,
             norm_first=False,
-            dtype=dtype,
-            device=device,
             ranks=group,
             ranks_per_group=ranks_per_group,
         )
         conv = (spec.conv_kernel - 1, spec.conv_size)
         recurrent = (spec.num_heads, spec.head_dim, spec.state_size)
-        self.state = StateCache(recurrent_spec(conv, recurrent, dtype))
+        self.state = StateCache(recurrent_spec(conv, recurrent, in_proj.dtype))
         self.matmul: Matmul = torch.matmul
 
     def forward(

@@ -286,7 +286,6 @@ def build_metadata(
     contiguous: bool = False,
     causal: bool = True,
     alibi_slopes: Tensor | None = None,
-    temperature: TemperatureTuning | None = None,
     rings: WindowRings | None = None,
 ) -> AttentionMetadata:
     """Derive masks and mappings from the inputs of a launch: once for all layers, and on the
@@ -308,22 +307,23 @@ def build_metadata(
             knows_causality=False,
             slices=None,
         )
-    metadata: AttentionMetadata
     if isinstance(inputs, DecodeAttentionInputs):
-        metadata = _decode_metadata(
+        return _decode_metadata(
             inputs, block_size, kinds, rings, form, alibi_slopes, contiguous=contiguous
         )
-    elif isinstance(inputs, TextAttentionInputs):
-        metadata = _text_metadata(inputs, kinds, form, alibi_slopes, causal=causal)
-    else:
-        metadata = _prefill_metadata(inputs, block_size, kinds, rings, alibi_slopes)
-        if form is not None:
-            metadata = _in_form(metadata, inputs, kinds, form)
-    if temperature is None:
-        return metadata
-    steps = torch.floor((inputs.positions.float() + temperature.offset) / temperature.floor)
+    if isinstance(inputs, TextAttentionInputs):
+        return _text_metadata(inputs, kinds, form, alibi_slopes, causal=causal)
+    metadata = _prefill_metadata(inputs, block_size, kinds, rings, alibi_slopes)
+    return metadata if form is None else _in_form(metadata, inputs, kinds, form)
+
+
+def with_query_scale(
+    metadata: AttentionMetadata, positions: Tensor, temperature: TemperatureTuning
+) -> AttentionMetadata:
+    """Add the factors of the queries at `positions` (B, Q)."""
+    steps = torch.floor((positions.float() + temperature.offset) / temperature.floor)
     query_scale = torch.log1p(steps) * temperature.scale + 1.0
-    return metadata._replace(query_scale=query_scale.view(*inputs.positions.shape, 1, 1))
+    return metadata._replace(query_scale=query_scale.view(*positions.shape, 1, 1))
 
 
 def state_metadata(inputs: AttentionInputs) -> StateMetadata:

@@ -16,6 +16,7 @@ from hpu.layers.metadata import (
     make_rings,
     state_metadata,
     with_block_index,
+    with_query_scale,
 )
 from hpu.ops.kernels import AttentionForm
 
@@ -33,7 +34,7 @@ class MetadataBuilder(nn.Module):
         alibi_slopes: Tensor | None = None,
         temperature: TemperatureTuning | None = None,
     ) -> None:
-        """Parameters: see `build_metadata`."""
+        """Parameters: see `build_metadata` and `with_query_scale`."""
         super().__init__()
         self.block_size = 0
         """Block size of the bound caches."""
@@ -53,7 +54,7 @@ class MetadataBuilder(nn.Module):
         self._rings = make_rings(self._kinds, block_size, num_rings)
 
     def forward(self, inputs: AttentionInputs) -> AttentionMetadata:
-        return build_metadata(
+        metadata = build_metadata(
             inputs,
             self.block_size,
             self._kinds,
@@ -61,9 +62,11 @@ class MetadataBuilder(nn.Module):
             contiguous=self.contiguous,
             causal=self._causal,
             alibi_slopes=self.alibi_slopes,
-            temperature=self._temperature,
             rings=self._rings,
         )
+        if self._temperature is None:
+            return metadata
+        return with_query_scale(metadata, inputs.positions, self._temperature)
 
 
 class HybridMetadataBuilder(MetadataBuilder):

@@ -31,16 +31,8 @@ from hpu.lora.layers import (
     wrap_head,
     wrap_linear,
 )
-from hpu.lora.slots import (
-    CompiledAdapters,
-    CopySlot,
-    LayerShape,
-    PaddedSlots,
-    PerAdapterSlots,
-    Slots,
-    TakesAdapters,
-)
-from hpu.models.base import CausalLM
+from hpu.lora.slots import CopySlot, LayerShape, PaddedSlots, PerAdapterSlots, Slots
+from hpu.models.base import CausalLM, CompiledAdapters
 from hpu.models.encoder import Encoder
 from hpu.protocol import AdapterLoaded, LoadAdapter
 
@@ -143,7 +135,9 @@ class LoRAManager(Adapters):
         self.slots: dict[str, Slots] = {}
         """Slots by layer path."""
         self._head: HeadSlots | None = None
-        self._compiled: CompiledAdapters | None = None
+        self._compiled = CompiledAdapters()
+        if isinstance(model, CausalLM):
+            self._compiled = model.make_adapters(config.max_loras, rank)
         self._compiled_names: dict[str, str] = {}
         """Names of layers for which the compiled decoder computes adapters, by layer path."""
         # Keeps the creation of the slots out of the first copy's recipe.
@@ -240,9 +234,8 @@ class LoRAManager(Adapters):
     def _copy_to(self, slot: int, staged: StagedAdapter) -> None:
         for path, layer in self.slots.items():
             layer.set(slot, staged.layers.get(path, []))
-        if self._compiled is not None:
-            is_whole = staged.layers.keys() <= self._compiled_names.keys()
-            self._compiled.set(slot, staged.packed, is_whole=is_whole)
+        is_whole = staged.layers.keys() <= self._compiled_names.keys()
+        self._compiled.set(slot, staged.packed, is_whole=is_whole)
 
     def _read(self, message: LoadAdapter) -> StagedAdapter:
         loaded = load_adapter(
@@ -269,19 +262,16 @@ class LoRAManager(Adapters):
             for path, weights in by_layer.items()
             if path in self.slots
         }
-        packed: Mapping[str, Any] = {}
-        if self._compiled is not None:
-            names = self._compiled_names
-            packed = self._compiled.pack(
-                {names[path]: staged for path, staged in layers.items() if path in names}
-            )
+        names = self._compiled_names
+        packed = self._compiled.pack(
+            {names[path]: staged for path, staged in layers.items() if path in names}
+        )
         return StagedAdapter(layers, packed)
 
     def _wrap(self, model: CausalLM | Encoder) -> None:
         routers = {
             gate for module in model.modules() if isinstance(module, MoE) for gate in module.gates
         }
-        compiled = model.adapter_products() if isinstance(model, TakesAdapters) else {}
         for path, module in list(model.named_modules()):
             # Backends may wrap the model in a faster module.
             path = path.removeprefix("model.") if path.startswith("model.model.") else path
@@ -315,10 +305,8 @@ class LoRAManager(Adapters):
                 slots = self._make_slots(_shape(module), module)
                 self.slots[path] = slots
                 wrap_linear(module, slots)
-                if module in compiled:
-                    self._compiled_names[path] = compiled[module]
-        if isinstance(model, TakesAdapters) and compiled:
-            self._compiled = model.make_adapters(self.context.max_loras, self.context.max_rank)
+                if module in self._compiled.names:
+                    self._compiled_names[path] = self._compiled.names[module]
 
     def _make_slots(
         self, shape: LayerShape, module: LinearBase | None

@@ -6,15 +6,14 @@ slot between the two matmuls: shapes and addresses do not depend on the rows, so
 runs in the same graph.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from hpu.distributed.process_groups import SINGLE, ProcessGroup
-from hpu.layers.linear import LinearBase
 from hpu.lora.adapter_weights import LowRank
 from hpu.lora.context import LoRAContext
 
@@ -44,35 +43,6 @@ class Slots(Protocol):
     def set(self, slot: int, staged: "list[Tensor]") -> None:
         """Load an adapter into a slot; `staged` is empty if the adapter has no weights for the
         layer."""
-        ...
-
-
-class CompiledAdapters(Protocol):
-    """Adapter slots of a compiled model."""
-
-    def pack(self, staged: Mapping[str, Sequence[Tensor]]) -> Mapping[str, Any]:
-        """Pack the results of PerAdapterSlots.stage, by the layer names of `adapter_products`, for
-        `set`. Runs on the thread that reads the adapter."""
-        ...
-
-    def set(self, slot: int, packed: Mapping[str, Any], *, is_whole: bool) -> None:
-        """Load an adapter into `slot`: its packed weights by layer name. `is_whole`: whether the
-        compiled model supports all weights of the adapter; if False, launches with the adapter run
-        layer by layer."""
-        ...
-
-
-@runtime_checkable
-class TakesAdapters(Protocol):
-    """A compiled model that supports adapters."""
-
-    def adapter_products(self) -> dict[LinearBase, str]:
-        """Layers for which the compiled model supports adapters, with a name for each; empty if the
-        model runs layer by layer."""
-        ...
-
-    def make_adapters(self, max_loras: int, max_rank: int) -> CompiledAdapters:
-        """Create the adapter slots that the model reads. Called once, before caches are bound."""
         ...
 
 

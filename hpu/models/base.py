@@ -1,7 +1,11 @@
-"""CausalLM: interface of the model that a worker runs, plain or wrapped by a back end. ModelBuild:
-how a model is built on a rank. LoadableModel: a model that a checkpoint fills."""
+"""CausalLM: interface of the model that a worker runs, plain or wrapped by a back end.
+CompiledAdapters: LoRA slots of a model that a back end compiles. ModelBuild: how a model is built
+on a rank. LoadableModel: a model that a checkpoint fills."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +17,7 @@ from config.parallel import WHOLE, Stage
 from hpu.distributed.process_groups import SINGLE, ProcessGroup
 from hpu.layers.attention_base import Shape
 from hpu.layers.cross_attention import CrossAttention
+from hpu.layers.linear import LinearBase
 from hpu.layers.metadata import AttentionInputs
 from hpu.layers.non_finite import NonFiniteGuard
 from hpu.layers.state_cache import StateCacheSpec
@@ -42,6 +47,24 @@ class ModelBuild:
     def length(self, config: ModelConfig) -> int:
         """Maximum sequence length of a model of `config`."""
         return config.max_position if self.max_model_len is None else self.max_model_len
+
+
+class CompiledAdapters:
+    """LoRA slots of a compiled model. This base class is for a model that runs layer by layer; the
+    slots of its layers hold all adapters."""
+
+    names: Mapping[LinearBase, str] = MappingProxyType({})
+    """Layers for which the compiled model supports adapters, with a name for each."""
+
+    def pack(self, staged: Mapping[str, Sequence[Tensor]]) -> Mapping[str, Any]:
+        """Pack the results of PerAdapterSlots.stage, by `names`, for `set`. Runs on the thread that
+        reads the adapter."""
+        return {}
+
+    def set(self, slot: int, packed: Mapping[str, Any], *, is_whole: bool) -> None:
+        """Load an adapter into `slot`: its packed weights by name. `is_whole`: whether the compiled
+        model supports all weights of the adapter; if False, launches with the adapter run layer by
+        layer."""
 
 
 class CausalLM(nn.Module):
@@ -120,6 +143,10 @@ class CausalLM(nn.Module):
         launches contain the request index of each sequence (padding: `num_rings` - 1), and a
         prefill must not run twice on the same inputs."""
         raise NotImplementedError
+
+    def make_adapters(self, max_loras: int, max_rank: int) -> CompiledAdapters:
+        """The LoRA slots that the model reads. Called once, before the caches are bound."""
+        return CompiledAdapters()
 
     def state_specs(self) -> list[StateCacheSpec]:
         """Specs of the layers with a state. Launches of such a model contain state indices and must

@@ -1,18 +1,18 @@
 """LayerBuilder: builds the layers of a decoder from its spec."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from config.checkpoint.weight_maps.base import WeightMap
-from config.checkpoint.weight_maps.shard import Shard, shard_of
 from config.errors import ConfigError
 from config.model.decoder_spec import NORMS, DecoderSpec, LayerSpec, MoESpec, alibi_slopes
 from config.model.model_config import ModelConfig
 from config.model.moe import MoEConfig
-from hpu.distributed.process_groups import shard_rank
+from config.model.state_space import GatedDeltaSpec, Mamba2Spec, ShortConvSpec
 from hpu.layers.attention import AttentionKind, HeadShape, SelfAttention
 from hpu.layers.block_indexer import BlockIndexer, IndexedAttention
 from hpu.layers.cross_attention import CrossAttention
@@ -38,14 +38,8 @@ from hpu.layers.norm import FullQKNorm, LayerNorm, QKNorm, RMSNorm, UnweightedQK
 from hpu.layers.short_conv import ShortConv
 from hpu.models.base import ModelBuild
 from hpu.models.decoder_layer import LAYERS, CrossAttentionLayer, DecoderLayer
+from hpu.models.layer_methods import layer_methods
 from hpu.ops.rope import RotaryEmbedding
-from hpu.quantization.base import (
-    ExpertsShards,
-    LinearMethod,
-    LinearShards,
-    MoEMethod,
-)
-from hpu.quantization.unquantized import UNQUANTIZED, UNQUANTIZED_MOE
 
 
 class LayerBuilder:
@@ -59,11 +53,9 @@ class LayerBuilder:
         self._spec = spec
         self._dtype, self._device = build.dtype, build.device
         self._length = build.length(config)
-        self._weight_map = weight_map
         self._group, self._expert_group = group, build.expert_group
         self._stage = build.stage
-        self._quantization = build.quantization
-        self._shards = {} if build.quantization is None else self._shards_by_parameter()
+        self._methods = layer_methods(config, build, weight_map)
         self.stage_layers = {i: spec.layers[i] for i in build.stage.layers(len(spec.layers))}
         """Specs of the layers on this pipeline stage, by layer number in the whole model."""
         self.shape = HeadShape(
@@ -77,15 +69,6 @@ class LayerBuilder:
             for layer in self.stage_layers.values()
             if spec.state_of(layer) is None and layer.attention != "cross"
         )
-
-    def _shards_by_parameter(self) -> dict[str, list[Shard]]:
-        shards: dict[str, list[Shard]] = {}
-        at = shard_rank(self._group, self._expert_group)
-        for spec in self._weight_map.entries():
-            shard = shard_of(spec, at)
-            if shard is not None:
-                shards.setdefault(spec.parameter, []).append(shard)
-        return shards
 
     def embedding(self, *, has_head: bool) -> VocabParallelEmbedding | None:
         """Token embedding: on the first stage, and on the last stage if a head is tied to it."""
@@ -194,15 +177,12 @@ class LayerBuilder:
             "cross": self._cross_attention,
             "dense": self._dense_attention,
             "mla": self._latent_attention,
-            "mamba2": self._mamba2,
-            "gated_delta": self._gated_delta,
-            "short_conv": self._short_conv,
         }
-        attention = kinds[layer.attention]
+        attention = kinds.get(layer.attention, self._state_layer)
         make_mlp: Callable[[str], GatedMLP | MLP | MoE] = self._dense_mlp
-        mlp_name = self._spec.mlp
-        if self._spec.moe is not None and layer.feed_forward == "moe":
-            make_mlp, mlp_name = self._moe, self._spec.moe.block
+        mlp_name, moe = self._spec.mlp, self._spec.moe
+        if moe is not None and layer.feed_forward == "moe":
+            make_mlp, mlp_name = partial(self._moe, moe), moe.block
         make = CrossAttentionLayer if layer.attention == "cross" else LAYERS[self._spec.arrangement]
         return make(
             attention(f"{path}.self_attn", layer),
@@ -349,9 +329,16 @@ class LayerBuilder:
             ),
         )
 
-    def _mamba2(self, path: str, layer: LayerSpec) -> Mamba2Mixer:
-        state = self._spec.mamba2
-        assert state is not None
+    def _state_layer(self, path: str, layer: LayerSpec) -> Mamba2Mixer | GatedDeltaNet | ShortConv:
+        state = self._spec.state_of(layer)
+        if isinstance(state, Mamba2Spec):
+            return self._mamba2(path, state)
+        if isinstance(state, GatedDeltaSpec):
+            return self._gated_delta(path, state)
+        assert isinstance(state, ShortConvSpec)
+        return self._short_conv(path, state)
+
+    def _mamba2(self, path: str, state: Mamba2Spec) -> Mamba2Mixer:
         num_ranks, inner = self._group.size, state.inner_size
         # Groups are replicated if there are fewer groups than ranks.
         groups = max(state.num_groups, num_ranks) * state.state_size
@@ -367,9 +354,7 @@ class LayerBuilder:
             ranks_per_group=max(1, num_ranks // state.num_groups),
         )
 
-    def _gated_delta(self, path: str, layer: LayerSpec) -> GatedDeltaNet:
-        state = self._spec.gated_delta
-        assert state is not None
+    def _gated_delta(self, path: str, state: GatedDeltaSpec) -> GatedDeltaNet:
         heads = state.num_value_heads
         # Key heads are replicated like the groups of Mamba2Mixer.
         key_size = max(state.num_key_heads, self._group.size) * state.key_dim
@@ -379,9 +364,7 @@ class LayerBuilder:
         own = state.on_rank(self._group.size)
         return GatedDeltaNet(own, in_proj=in_proj, out_proj=out_proj, eps=eps)
 
-    def _short_conv(self, path: str, layer: LayerSpec) -> ShortConv:
-        state = self._spec.short_conv
-        assert state is not None
+    def _short_conv(self, path: str, state: ShortConvSpec) -> ShortConv:
         size = state.conv_size
         in_proj, out_proj = self._state_projections(path, [size] * 3, size, bias=state.bias)
         return ShortConv(state.on_rank(self._group.size), in_proj=in_proj, out_proj=out_proj)
@@ -420,9 +403,9 @@ class LayerBuilder:
     def _dense_mlp(self, path: str) -> GatedMLP | MLP:
         return self._mlp(path, self._spec.mlp_size or self._config.intermediate_size)
 
-    def _moe(self, path: str) -> MoE:
-        config, moe, spec = self._config, self._config.moe, self._spec.moe
-        assert moe is not None and spec is not None
+    def _moe(self, spec: MoESpec, path: str) -> MoE:
+        config, moe = self._config, self._config.moe
+        assert moe is not None
         hidden = config.hidden_size
         options: dict[str, Any] = {"dtype": self._dtype, "device": self._device}
         gate_dtype = torch.float32 if spec.float32_router else self._dtype
@@ -448,7 +431,11 @@ class LayerBuilder:
                     spec.clamped_swiglu or config.hidden_act,
                     has_bias=spec.expert_bias,
                 ),
-                method=self._moe_method(f"{path}.experts", moe, spec),
+                method=self._methods.experts(
+                    f"{path}.experts",
+                    moe.inner_size // (1 if distributes_experts else self._group.size),
+                    SWIGLU_OAI if spec.clamped_swiglu else config.hidden_act,
+                ),
                 group=self._expert_group if distributes_experts else self._group,
                 is_distributed=distributes_experts,
                 **options,
@@ -458,26 +445,6 @@ class LayerBuilder:
             has_correction_bias=bool(spec.correction_bias),
             scales_input=spec.scales_input,
         )
-
-    def _moe_method(self, path: str, moe: MoEConfig, spec: MoESpec) -> MoEMethod:
-        config = self._config
-        if self._quantization is None:
-            return UNQUANTIZED_MOE
-        ranks = 1 if self._expert_group.size > 1 else self._group.size
-        experts = ExpertsShards(
-            self._shards[f"{path}.w13_weight"],
-            self._shards[f"{path}.w2_weight"],
-            config.hidden_size,
-            moe.inner_size // ranks,
-            config.hidden_act if spec.clamped_swiglu is None else SWIGLU_OAI,
-        )
-        method = self._quantization.moe_method(experts)
-        if method is None:
-            raise ConfigError(
-                f"{config.path} is a mixture of experts, for which quantization is not supported: "
-                "leave quantization out"
-            )
-        return method
 
     def _mlp(self, path: str, inner: int) -> GatedMLP | MLP:
         if self._spec.gated_mlp:
@@ -510,14 +477,10 @@ class LayerBuilder:
     def _options(self, path: str, in_features: int, *, is_head: bool = False) -> dict[str, Any]:
         """Constructor options of the linear layer at `path`, which has `in_features` inputs on
         this rank."""
-        method: LinearMethod = UNQUANTIZED
-        if self._quantization is not None:
-            weight = LinearShards(self._shards[f"{path}.weight"], in_features, is_head=is_head)
-            method = self._quantization.linear_method(weight)
         return {
             "dtype": self._dtype,
             "device": self._device,
-            "method": method,
+            "method": self._methods.linear(path, in_features, is_head=is_head),
             "group": self._group,
         }
 

@@ -25,8 +25,9 @@ from config.checkpoint.safetensors_files import Shapes, folder_shapes
 from config.checkpoint.weight_maps.base import WeightMap, WeightSpec
 from config.checkpoint.weight_maps.shard import shard_of
 from config.errors import ConfigError
+from config.json_text import Json
 from config.model.architectures import ARCHITECTURES, nearest
-from config.model.json_fields import Fields, Json, read_json
+from config.model.json_fields import Fields, read_json
 from config.model.model_config import MAX_LAYERS, ModelConfig, check_limits
 from config.model.multimodal.text_part import text_part
 from hpu.distributed.process_groups import ProcessGroup, shard_rank

@@ -25,13 +25,18 @@ from hpu.multimodal.tile_encoder import TileEncoder
 from hpu.protocol import InputTensor, StepPlan
 
 
+class ImageEncoding(NamedTuple):
+    """An encoder, and the cache of its embeddings."""
+
+    cache: EncoderCache
+    encoder: ImageEncoder
+
+
 class ImageLimits(NamedTuple):
-    """Numbers of requests and of cached images."""
+    """Numbers of requests and of their images."""
 
     num_reqs: int
     """Number of request indices."""
-    num_rows: int
-    """Maximum number of image embeddings in the cache, or of tiles for cross-attention."""
     request_tiles: int
     """Maximum number of tiles of a request's images, for cross-attention; otherwise 0."""
 
@@ -68,23 +73,20 @@ class Images(ImageFeature):
         self,
         facts: VisionFacts,
         model: CausalLM,
-        tower: Tower | None,
-        backend: Backend,
+        encoding: ImageEncoding | None,
         *,
-        make_encoder: Callable[[Tower, EncoderCache], ImageEncoder],
         used_part: Reduce,
         limits: ImageLimits,
         count: Callable[[str, float], None],
     ) -> None:
-        """`tower`: None on a pipeline stage that does not embed tokens. `used_part`: returns the
+        """`encoding`: None on a pipeline stage that does not embed tokens. `used_part`: returns the
         inputs that a launch uses. `count`: adds to a counter."""
         self._model = model
         self._used_part = used_part
         self._count = count
         self.cache: EncoderCache | None = None
-        if tower is not None:
-            self.cache = _make_cache(facts, model, limits.num_rows, tower.dtype, backend)
-            self._encoder = make_encoder(tower, self.cache)
+        if encoding is not None:
+            self.cache, self._encoder = encoding
         self._inputs: LaunchFeature
         if isinstance(self.cache, CrossCache):
             self._inputs = CrossInputs(facts, self.cache, limits.request_tiles)
@@ -146,9 +148,11 @@ def fixed_shapes(tower: Tower, sizes: tuple[int, ...], options: LaunchOptions) -
     return WholeEncoder(whole, options)
 
 
-def _make_cache(
+def make_encoder_cache(
     facts: VisionFacts, model: CausalLM, num_rows: int, dtype: torch.dtype, backend: Backend
 ) -> EncoderCache:
+    """`num_rows`: maximum number of image embeddings in the cache, or of tiles for
+    cross-attention."""
     if facts.cross is not None:
         rows = facts.cross.embeddings_per_tile
         return CrossCache(num_rows, rows, model.cross_attentions, dtype, backend)

@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hpu.layers.linear import LinearBase
+from hpu.models.base import CompiledAdapters
 from hpu.native.pages import LINE_BYTES, HugePages
 from hpu.native.panels import PANEL, TILE_INPUTS
 
@@ -128,20 +130,17 @@ def can_pack(output_sizes: Sequence[int]) -> bool:
     return len(output_sizes) <= MAX_OUTPUTS and all(size % PANEL == 0 for size in output_sizes)
 
 
-class NativeAdapters:
+class NativeAdapters(CompiledAdapters):
     """Adapter slots of all matmuls of a compiled decoder."""
 
     def __init__(
-        self,
-        linears: Mapping[str, Sequence[int]],
-        max_loras: int,
-        max_rank: int,
-        *,
-        has_tiles: bool,
+        self, names: Mapping[LinearBase, str], max_loras: int, max_rank: int, *, has_tiles: bool
     ) -> None:
-        """`linears`: output sizes by matmul name."""
+        self.names = names
         self._chunk_rows = CHUNK_ROWS_OF_TILES if has_tiles else CHUNK_ROWS
-        self.slots = {name: LinearSlots(sizes, max_loras) for name, sizes in linears.items()}
+        self.slots = {
+            name: LinearSlots(linear.output_sizes, max_loras) for linear, name in names.items()
+        }
         self._max_rank = -(-max_rank // PANEL) * PANEL
         self._foreign: set[int] = set()
         """Slots whose adapters have weights that the library cannot apply."""

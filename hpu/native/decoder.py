@@ -30,7 +30,7 @@ from hpu.layers.moe import MoE, TopKRouter
 from hpu.layers.non_finite import NonFiniteGuard
 from hpu.layers.norm import QKNorm
 from hpu.layers.state_cache import StateCacheSpec
-from hpu.models.base import CausalLM
+from hpu.models.base import CausalLM, CompiledAdapters
 from hpu.models.decoder import Decoder
 from hpu.models.decoder_layer import DecoderLayer
 from hpu.native.adapters import LINEARS, NativeAdapters, can_pack
@@ -162,47 +162,31 @@ class CompiledDecoder(CausalLM):
         self.model = model
         self._library = library
         self._sums = sums
-        self._layers = _layer_weights(model) if _is_supported(model) else None
-        if sums is not None and not Agreement(model.group).all_true(self._layers is not None):
-            self._layers = None
+        self._layers = _layer_weights(model) if _is_supported(model) else []
+        """Empty if the library does not run the decoder."""
+        if sums is not None and not Agreement(model.group).all_true(self.is_compiled):
+            self._layers = []
         self._launcher: _Launcher | None = None
         """Set by `bind_caches`."""
-        self._adapters: NativeAdapters | None = None
+        self._adapters = NativeAdapters({}, 0, 0, has_tiles=library.has_tiles)
 
     @property
     def is_compiled(self) -> bool:
         """Whether the library runs the whole prefill and decode, not only single matmuls."""
-        return self._layers is not None
+        return bool(self._layers)
 
-    def adapter_products(self) -> dict[LinearBase, str]:
-        """Linear layers that support LoRA adapters in the library, with the names that
-        NativeAdapters.set expects. Empty if the library does not run the decoder."""
-        if self._layers is None:
-            return {}
-        products: dict[LinearBase, str] = {}
-        for index, layer in enumerate(self.model.layers):
-            attention, mlp = layer.self_attn, layer.mlp
-            assert isinstance(attention, SelfAttention)
-            named = {"qkv": attention.qkv_proj, "out": attention.o_proj}
-            if isinstance(mlp, GatedMLP):
-                named |= {"gate_up": mlp.gate_up_proj, "down": mlp.down_proj}
-            for name, linear in named.items():
-                if can_pack(linear.output_sizes):
-                    products[linear] = f"{index}.{name}"
-        return products
-
-    def make_adapters(self, max_loras: int, max_rank: int) -> NativeAdapters:
-        """Create the adapter slots that launches read. Call once, before `bind_caches`."""
-        products = self.adapter_products()
-        sizes = {name: linear.output_sizes for linear, name in products.items()}
+    def make_adapters(self, max_loras: int, max_rank: int) -> CompiledAdapters:
+        if not self.is_compiled:
+            return super().make_adapters(max_loras, max_rank)
+        names = _adapter_names(self.model)
         self._adapters = NativeAdapters(
-            sizes, max_loras, max_rank, has_tiles=self._library.has_tiles
+            names, max_loras, max_rank, has_tiles=self._library.has_tiles
         )
         return self._adapters
 
     def forward(self, tokens: Tensor, inputs: AttentionInputs) -> Tensor:
         slots = inputs.features.lora_slots
-        if slots is not None and self._adapters is not None and not self._adapters.knows(slots):
+        if slots is not None and not self._adapters.knows(slots):
             return self.model(tokens, inputs)  # type: ignore[no-any-return]
         is_wide = tokens.dim() > 2 and tokens.shape[-1] != self.config.hidden_size
         if self._launcher is None or is_wide or isinstance(inputs, TextAttentionInputs):
@@ -224,7 +208,7 @@ class CompiledDecoder(CausalLM):
 
     def keep_hidden_states(self, layers: tuple[int, ...]) -> None:
         """Run `model` layer by layer: the library does not return hidden states of layers."""
-        self._layers = None
+        self._layers = []
         self.model.keep_hidden_states(layers)
 
     @property
@@ -246,14 +230,13 @@ class CompiledDecoder(CausalLM):
         return self.model.scale_logits(logits)
 
     def argmax(self, hidden: Tensor) -> Tensor | None:
-        kernel, spec = self._head_kernel, self.model.spec
+        kernel, head, spec = self._head_kernel, self.model.lm_head, self.model.spec
+        if kernel is None or head is None:
+            return self.model.argmax(hidden)
         if self.model.group.size > 1:
-            head = self.model.lm_head
-            if kernel is None or head is None:
-                return self.model.argmax(hidden)
             return head.argmax_of(self.model.scale_logits(kernel.multiply_float32(hidden)))
         # Scaling and soft cap after the head can round different logits to equal values.
-        if kernel is None or spec.logits_divisor != 1 or spec.logits_soft_cap is not None:
+        if spec.logits_divisor != 1 or spec.logits_soft_cap is not None:
             return None
         return kernel.argmax(hidden)
 
@@ -277,7 +260,7 @@ class CompiledDecoder(CausalLM):
         self, caches: list[tuple[Tensor, ...]], block_size: int, num_rings: int = 0
     ) -> None:
         self.model.bind_caches(caches, block_size, num_rings)
-        if self._layers is not None:
+        if self._layers:
             self._launcher = _Launcher(
                 self._library, self.model, self._layers, caches, self._sums, self._adapters
             )
@@ -348,11 +331,11 @@ def _sizes(model: Decoder) -> _Sizes:
     )
 
 
-def _layer_weights(model: Decoder) -> list[_LayerWeights] | None:
-    """Weights of all layers for the library; None if it does not support a layer."""
+def _layer_weights(model: Decoder) -> list[_LayerWeights]:
+    """Weights of all layers for the library; empty if it does not support a layer."""
     layers = [_weights_of(layer) for layer in model.layers]
     found = [weights for weights in layers if weights is not None]
-    return found if len(found) == len(layers) else None
+    return found if len(found) == len(layers) else []
 
 
 def _attention_is_known(config: ModelConfig, spec: DecoderSpec) -> bool:
@@ -389,6 +372,21 @@ def _weights_of(layer: DecoderLayer) -> _LayerWeights | None:
         attention.kind.visibility.window or 0,
         attention,
     )
+
+
+def _adapter_names(model: Decoder) -> dict[LinearBase, str]:
+    """Linear layers that support LoRA adapters in the library, with the names of their matmuls."""
+    names: dict[LinearBase, str] = {}
+    for index, layer in enumerate(model.layers):
+        attention, mlp = layer.self_attn, layer.mlp
+        assert isinstance(attention, SelfAttention)
+        named = {"qkv": attention.qkv_proj, "out": attention.o_proj}
+        if isinstance(mlp, GatedMLP):
+            named |= {"gate_up": mlp.gate_up_proj, "down": mlp.down_proj}
+        for name, linear in named.items():
+            if can_pack(linear.output_sizes):
+                names[linear] = f"{index}.{name}"
+    return names
 
 
 def _pair(mlp: GatedMLP) -> tuple[PackedLinear, PackedLinear] | None:
@@ -438,7 +436,7 @@ class _Launcher:
         layers: Sequence[_LayerWeights],
         caches: Sequence[tuple[Tensor, ...]],
         sums: SharedSums | None,
-        adapters: NativeAdapters | None,
+        adapters: NativeAdapters,
     ) -> None:
         self._adapters = adapters
         self._library = library
@@ -519,7 +517,7 @@ class _Launcher:
     def _add_adapters(self, step: _Step, slots: Tensor | None, length: int) -> object:
         """Set the adapters of the sequences of `step`, `length` tokens each. Returns the arrays
         that must stay alive until the call ends."""
-        if slots is None or self._adapters is None:
+        if slots is None:
             return None
         found = self._adapters.rows(slots, length)
         if found is not None:
@@ -545,10 +543,8 @@ def _address(column: Tensor) -> int:
     return column.data_ptr()
 
 
-def _low_ranks(adapters: NativeAdapters | None, index: int) -> list[int | None]:
+def _low_ranks(adapters: NativeAdapters, index: int) -> list[int | None]:
     """Addresses of the adapter slots of a layer's matmuls; None: no adapters."""
-    if adapters is None:
-        return [None] * len(LINEARS)
     found = (adapters.slots.get(f"{index}.{name}") for name in LINEARS)
     return [None if module is None else ctypes.addressof(module.structure) for module in found]
 

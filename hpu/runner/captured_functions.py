@@ -24,7 +24,7 @@ class CapturedFunctions:
         """`agreement`: of the ranks that run the functions. `what`: description of the functions in
         log lines."""
         self._agreement = agreement
-        self._backend = backend
+        self.backend = backend
         self._graphs = graphs
         self._what = what
         self._captured: dict[Hashable, Graph | None] = {}
@@ -62,18 +62,18 @@ class CapturedFunctions:
         *,
         frees_intermediates: bool,
     ) -> None:
-        free, _ = self._backend.memory()
+        free, _ = self.backend.memory()
         graph: Graph | None = None
         is_full = False
         try:
-            graph = self._backend.capture_function(
+            graph = self.backend.capture_function(
                 function, inputs, frees_intermediates=frees_intermediates
             )
-            self._backend.synchronize()
+            self.backend.synchronize()
         except (RuntimeError, MemoryError) as error:
-            if self._backend.is_compile_failure(error):
+            if self.backend.is_compile_failure(error):
                 logger.warning("%s runs without a graph for %s: %s", self._what, key, error)
-            elif self._backend.is_out_of_memory(error):
+            elif self.backend.is_out_of_memory(error):
                 is_full = True
                 logger.warning(
                     "No memory is left for graphs of %s: no more graphs are captured", self._what
@@ -83,12 +83,12 @@ class CapturedFunctions:
             graph = None
             # Free the memory of the failed capture.
             gc.collect()
-            self._backend.synchronize()
+            self.backend.synchronize()
         if not self._agreement.all_true(graph is not None):
             self._captured[key] = None
             # All ranks must go on with the same captures.
             self._is_full = not self._agreement.all_true(not is_full)
             return
         self._captured[key] = graph
-        taken = max(0, free - self._backend.memory()[0])
+        taken = max(0, free - self.backend.memory()[0])
         self._graphs.add_bytes(self._agreement.largest(taken))

@@ -33,22 +33,13 @@ class ExactOps:
     accepts_argmax = True
 
     def __init__(
-        self,
-        backend: Backend,
-        state: SamplingState,
-        mode: LogprobsMode,
-        ties: filters.Ties,
-        sum_dtype: torch.dtype | None,
+        self, backend: Backend, state: SamplingState, mode: LogprobsMode, ties: filters.Ties
     ) -> None:
-        """`sum_dtype`: type of sums over a row; None: float64 if it is cheap."""
         self._backend = backend
         self._columns, self._tables, self._bitmasks = state
         self._mode = mode
         self._ties = ties
-        # Devices with 32-bit indices have no 64-bit accumulation, either.
-        is_wide = backend.index_dtype == torch.int64
-        sums = sum_dtype or (torch.float64 if is_wide else torch.float32)
-        self._sum_dtype = sums
+        sums = self._sum_dtype = backend.sum_dtype
         self._inputs = ByWidth(backend, lambda width: _Inputs(backend, width, sums))
         num_words = self._bitmasks.num_words
         self._words = ByWidth(

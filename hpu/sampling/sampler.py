@@ -8,7 +8,6 @@ No launch waits for its results.
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from config.params.sampling import MAX_LOGPROBS
@@ -70,13 +69,11 @@ class Sampler:
         mode: LogprobsMode = RAW,
         *,
         static_shapes: bool,
-        sum_dtype: torch.dtype | None = None,
         num_sets: int = 2,
         ties: filters.Ties = filters.keep_ties,
     ) -> None:
-        """`sum_dtype`: type of sums over a row; None: float64 if it is cheap. `num_sets`: number of
-        launches whose inputs are kept. `ties`: handling of tokens that tie with the k-th token of
-        top_k."""
+        """`num_sets`: number of launches whose inputs are kept. `ties`: handling of tokens that tie
+        with the k-th token of top_k."""
         self._columns = SamplingColumns(max_num_reqs, vocab_size, static_shapes=static_shapes)
         self._tables = SamplingTables(backend, max_num_reqs, vocab_size, preallocates=static_shapes)
         self._bitmasks = GrammarBitmasks(max_num_reqs, vocab_size)
@@ -87,7 +84,7 @@ class Sampler:
             self.captured_settings = *FUSED_SETTINGS, MANY_WORDS
             self.warmup_settings = *self.captured_settings, ALL_STAGES
         else:
-            self._ops = ExactOps(backend, state, mode, ties, sum_dtype)
+            self._ops = ExactOps(backend, state, mode, ties)
             self.captured_settings = (GREEDY,)
             self.warmup_settings = GREEDY, DRAWN
 

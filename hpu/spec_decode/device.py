@@ -21,7 +21,7 @@ from hpu.layers.metadata import PrefillAttentionInputs
 from hpu.protocol import Bucket
 from hpu.runner.batch_state import BatchState
 from hpu.sampling.draft_rows import NO_TOKEN
-from hpu.spec_decode.base import AcceptanceCounts, Tokens
+from hpu.spec_decode.base import Tokens
 from hpu.spec_decode.device_search import TextSearch
 
 
@@ -122,7 +122,6 @@ class DeviceSpeculation:
         method: SpeculationMethod,
         backend: Backend,
         batch_state: BatchState,
-        counts: AcceptanceCounts,
         *,
         max_model_len: int,
         search: TextSearch,
@@ -140,7 +139,6 @@ class DeviceSpeculation:
         self.num_next_drafts = method.max_drafts
         """Number of draft columns after the accepted tokens in the result of `draft_next`."""
         self.plans_drafts = plans_drafts
-        self.counts = counts
         self._backend = backend
         self._max_len = max_model_len
         max_num_reqs = self._scratch = batch_state.max_num_reqs

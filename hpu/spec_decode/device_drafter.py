@@ -13,7 +13,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from hpu.backends.base import Backend
 from hpu.layers.metadata import AttentionInputs, DecodeAttentionInputs, PrefillAttentionInputs
 from hpu.models.base import CausalLM
 from hpu.protocol import Bucket
@@ -42,7 +41,6 @@ class DeviceModelDrafter:
     def __init__(
         self,
         model: CausalLM,
-        backend: Backend,
         graphs: CapturedFunctions,
         greedy: Greedy,
         *,
@@ -58,7 +56,7 @@ class DeviceModelDrafter:
         # may have been accepted.
         self.num_rows = 2
         self._model = model
-        self._backend = backend
+        self._backend = graphs.backend
         self._graphs = graphs
         self._greedy = greedy
         self._max_drafts = max_drafts

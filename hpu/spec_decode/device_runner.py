@@ -16,6 +16,7 @@ from hpu.runner.launch_results import LaunchResults
 from hpu.runner.model_runner import ModelRunner, RunnerParts, Words
 from hpu.sampling.draft_rows import SamplingRows
 from hpu.sampling.ops import SamplerOutput
+from hpu.spec_decode.base import AcceptanceCounts
 from hpu.spec_decode.device import DeviceSpeculation, VerifyBatch
 from hpu.spec_decode.device_drafter import DeviceModelDrafter
 from hpu.spec_decode.draft_buffers import DraftBuffers, PlannedDraftInputs
@@ -38,12 +39,17 @@ class DeviceSpeculationRunner(ModelRunner):
     """Runner whose decodes have a row for each request's last token and for each draft."""
 
     def __init__(
-        self, parts: RunnerParts, speculation: DeviceSpeculation, drafter: DeviceModelDrafter | None
+        self,
+        parts: RunnerParts,
+        speculation: DeviceSpeculation,
+        drafter: DeviceModelDrafter | None,
+        counts: AcceptanceCounts,
     ) -> None:
         """`drafter`: model or head that also computes each prefill; None without such a drafter."""
         super().__init__(parts)
         self._speculation = speculation
         self._drafter = drafter
+        self._counts = counts
         self.decode_width = speculation.width
         max_num_reqs = parts.batch_state.max_num_reqs
         self._num_pending = np.zeros(max_num_reqs + 1, np.int64)
@@ -82,7 +88,7 @@ class DeviceSpeculationRunner(ModelRunner):
                 self._sampler.advance(req_index, count)
                 self._num_pending[req_index] -= 1
             if num_drafts > 0:
-                self._speculation.counts.add(num_drafts, count - 1)
+                self._counts.add(num_drafts, count - 1)
 
     def _add_request(self, new: NewRequest) -> Tokens:
         tokens = super()._add_request(new)

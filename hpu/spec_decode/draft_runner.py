@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from hpu.backends.base import Backend
-from hpu.distributed.agreement import Agreement
 from hpu.launch_inputs import DecodeArrays, LaunchArrays, PrefillArrays
 from hpu.models.base import CausalLM
 from hpu.protocol import DECODE, PREFILL, Launch
@@ -35,7 +34,6 @@ class DraftRunner:
         backend: Backend,
         target: RunnerParts,
         cache: KVCache,
-        agreement: Agreement,
         *,
         max_model_len: int,
         max_prefill_tokens: int,
@@ -46,7 +44,6 @@ class DraftRunner:
         Args:
             target: runner parts of the target: its requests, and the sampler that chooses drafts.
             hidden_cache: hidden states of the target.
-            agreement: of the ranks, so that all ranks use the same measurements.
             max_prefill_tokens: maximum number of tokens of a prefill.
         """
         self.block_size = target.batch_state.block_size
@@ -55,7 +52,8 @@ class DraftRunner:
         self._state = target.batch_state.follower()
         self._cache = cache
         self._greedy = target.sampler.greedy
-        self._agreement = agreement
+        self._agreement = target.agreement
+        """All ranks use the same measurements."""
         self._max_prefill_tokens = max_prefill_tokens
         self._hidden_cache = hidden_cache
         self._buffers: InputBufferPool[LaunchArrays] = InputBufferPool(

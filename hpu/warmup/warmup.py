@@ -66,7 +66,6 @@ class Warmup:
         input_buffers: InputBufferPool[Any],
         backend: Backend,
         config: WarmupConfig,
-        block_size: int,
         diagnostics: Diagnostics,
         agreement: Agreement = ALONE,
     ) -> None:
@@ -77,12 +76,10 @@ class Warmup:
         self._input_buffers = input_buffers
         self._backend = backend
         self._config = config
-        self._block_size = block_size
-        prompt, decode = split_graphs(graphs.budget_bytes, config.graph_prompt_ratio)
-        self._budgets = {
-            PREFILL: CaptureBudget(int(prompt), block_size),
-            DECODE: CaptureBudget(int(decode), block_size),
-        }
+        self._block_size = 0
+        """Block size of the bucket table, set by `start`."""
+        self._budgets: dict[int, CaptureBudget] = {}
+        """Memory for graphs by phase, set by `start`."""
         self._announce: Callable[[Bucket], None] = lambda bucket: None
         """Called before each bucket if there are several ranks."""
         self._full: set[int] = set()
@@ -110,6 +107,10 @@ class Warmup:
         """Run the configured warm-up before the first request; returns the usable buckets. Raises
         ConfigError."""
         mode, first = self._config.mode, table.reachable
+        size = self._block_size = table.limits.block_size
+        prompt, decode = split_graphs(self._graphs.budget_bytes, self._config.graph_prompt_ratio)
+        self._budgets[PREFILL] = CaptureBudget(int(prompt), size)
+        self._budgets[DECODE] = CaptureBudget(int(decode), size)
         if table.limits.merged_prefill:
             self._prompt_width = table.limits.max_prefill_batch
         report.log_unused(len(table.buckets) - len(first))

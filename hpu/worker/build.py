@@ -26,10 +26,17 @@ from hpu.model_loader.size_estimate import (
 from hpu.models.base import CausalLM
 from hpu.models.decoder import Decoder
 from hpu.models.pooling import PoolingModel
-from hpu.multimodal.base import ImageEncoder, Tower
+from hpu.multimodal.base import ImageEncoder
 from hpu.multimodal.device_launches import LaunchOptions
-from hpu.multimodal.encoder_cache import EncoderCache
-from hpu.multimodal.images import TEXT_ONLY, ImageFeature, ImageLimits, Images, fixed_shapes
+from hpu.multimodal.images import (
+    TEXT_ONLY,
+    ImageEncoding,
+    ImageFeature,
+    ImageLimits,
+    Images,
+    fixed_shapes,
+    make_encoder_cache,
+)
 from hpu.multimodal.merge import used_on_host, whole
 from hpu.multimodal.own_shapes import OwnShapes
 from hpu.offload.block_copies import DirectCopies, StagedCopies
@@ -377,26 +384,23 @@ def _make_images(loaded: LoadedModel, counters: Counters, *, captures: bool) -> 
     facts, model = loaded.model_config.vision, loaded.model
     if facts is None or not isinstance(model, CausalLM):
         return TEXT_ONLY
-    backend, sizes = loaded.backend, loaded.config.buckets.image_sizes
-    group = loaded.groups.tensor if loaded.config.parallel.divides_images else SINGLE
-    width = model.config.hidden_size * facts.embeddings_per_row
-
-    def make_encoder(tower: Tower, cache: EncoderCache) -> ImageEncoder:
+    backend, tower, encoding = loaded.backend, loaded.tower, None
+    if tower is not None:
+        cache = make_encoder_cache(facts, model, num_cache_rows(loaded), tower.dtype, backend)
+        group = loaded.groups.tensor if loaded.config.parallel.divides_images else SINGLE
         options = LaunchOptions(cache, backend, model.image_multiplier, captures, group)
+        encoder: ImageEncoder
         if backend.compiles:
-            return fixed_shapes(tower, sizes, options)
-        return OwnShapes(tower, width, options)
-
+            encoder = fixed_shapes(tower, loaded.config.buckets.image_sizes, options)
+        else:
+            encoder = OwnShapes(tower, model.config.hidden_size * facts.embeddings_per_row, options)
+        encoding = ImageEncoding(cache, encoder)
     return Images(
         facts,
         model,
-        loaded.tower,
-        backend,
-        make_encoder=make_encoder,
+        encoding,
         used_part=used_on_host if backend.shares_host_memory else whole,
-        limits=ImageLimits(
-            _num_requests(loaded), num_cache_rows(loaded), num_request_tiles(loaded)
-        ),
+        limits=ImageLimits(_num_requests(loaded), num_request_tiles(loaded)),
         count=counters.add,
     )
 

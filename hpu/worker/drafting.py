@@ -8,7 +8,6 @@ from torch import Tensor
 
 from config.errors import ConfigError
 from config.speculation.base import SpeculationMethod
-from hpu.distributed.agreement import Agreement
 from hpu.launch_inputs import LaunchArrays, LaunchFeature
 from hpu.layers.metadata import AttentionInputs
 from hpu.models.base import CausalLM
@@ -148,7 +147,6 @@ class HostDrafting(SpeculativeDrafting):
             drafter.backend,
             parts,
             self._caches.kv,
-            Agreement(drafter.groups.stage_host),
             max_model_len=drafter.max_model_len,
             max_prefill_tokens=drafter.token_budget,
             hidden_cache=self._caches.hidden,
@@ -234,13 +232,12 @@ class DeviceDrafting(SpeculativeDrafting):
             method,
             loaded.backend,
             parts.batch_state,
-            AcceptanceCounts(count),
             max_model_len=loaded.max_model_len,
             search=search,
             drafter=drafter,
             plans_drafts=self._plans_drafts,
         )
-        return DeviceSpeculationRunner(parts, speculation, drafter)
+        return DeviceSpeculationRunner(parts, speculation, drafter, AcceptanceCounts(count))
 
     def _drafter(self, parts: RunnerParts) -> DeviceModelDrafter | None:
         if self._caches is None:
@@ -249,7 +246,6 @@ class DeviceDrafting(SpeculativeDrafting):
         functions = CapturedFunctions(loaded.backend, parts.graphs, parts.agreement, "drafting")
         return select_model_drafter(self._method).device_drafter(
             self._caches.model,
-            loaded.backend,
             functions,
             parts.sampler.fused_greedy,
             max_drafts=self._method.max_drafts,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from config.cache_folder import read_cached, write_cached
-from config.json_text import parse_json
+from config.json_text import Json, parse_json
 from config.loading import env
 from config.setting import settings_of
 from config.version import VERSION
@@ -77,7 +77,7 @@ class SplitRecord:
     """Entry of a fingerprint in the file at `path`. If two processes write concurrently, an entry
     may be lost; the next start then compiles again."""
 
-    def __init__(self, path: Path, description: dict[str, Any]) -> None:
+    def __init__(self, path: Path, description: Json) -> None:
         self._path = path
         self._versions = {name: description[name] for name in ("version", "software", "driver")}
         text = json.dumps(description, sort_keys=True, default=str)
@@ -100,7 +100,7 @@ class SplitRecord:
         except OSError as error:
             logger.warning("The number of KV blocks is not saved for the next start: %s", error)
 
-    def _entries(self) -> dict[str, Any]:
+    def _entries(self) -> Json:
         """Entries by fingerprint, newest last; empty if the file is missing or invalid."""
         try:
             content = parse_json(read_cached(self._path, MAX_BYTES))
@@ -139,7 +139,7 @@ def is_near(previous: int, fitting: int) -> bool:
     return previous * (1 - LESS) <= fitting <= previous * (1 + MORE)
 
 
-def _describe(loaded: LoadedModel) -> dict[str, Any]:
+def _describe(loaded: LoadedModel) -> Json:
     """Everything that determines the shapes, and the versions that affect compilation."""
     backend = loaded.backend
     facts = dataclasses.asdict(loaded.model_config)
@@ -164,10 +164,10 @@ def _describe(loaded: LoadedModel) -> dict[str, Any]:
     }
 
 
-def _related(config: Any) -> dict[str, Any]:
+def _related(config: Any) -> Json:
     """Settings of a configuration, including nested configurations, by field name; without
     unrelated settings."""
-    related: dict[str, Any] = {}
+    related: Json = {}
     settings = settings_of(config)
     for field in dataclasses.fields(config):
         facts = settings.get(field.name)

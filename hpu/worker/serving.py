@@ -1,4 +1,5 @@
-"""Serving: a model that is built and warmed up, and runs step plans."""
+"""Serving: a model that is built and warmed up, and runs step plans. Asleep: in its place while a
+worker sleeps."""
 
 import time
 from collections import deque
@@ -8,12 +9,13 @@ from typing import NoReturn
 
 import torch
 
-from config.errors import ProfileWritten
+from config.errors import ProfileWritten, UserError
 from hpu.backends.base import Backend
 from hpu.profiling.core_wait import CoreWait
 from hpu.profiling.diagnostics import Diagnostics
 from hpu.profiling.profiler import Profiler
 from hpu.protocol import (
+    BlocksFetched,
     GrammarMasks,
     Ranks,
     StepPlan,
@@ -117,6 +119,14 @@ class Serving:
             buckets = self.warmup.prepare_next()
         return WarmedBuckets(buckets, self.warmup.num_deferred, self.counters.take_changed())
 
+    def take_fetched(self) -> list[BlocksFetched]:
+        """Take the results of block reads since the last call."""
+        return self.components.offload.take_fetched()
+
+    def call(self, name: str) -> str:
+        """See Profiler.call."""
+        return self.profiler.call(name)
+
     def close(self, *, frees: bool) -> None:
         """End the trace and the threads; with `frees` also free caches, states and images."""
         self.in_flight.clear()
@@ -125,6 +135,31 @@ class Serving:
             self.components.close()
         else:
             self.components.end_threads()
+
+
+class Asleep:
+    """A worker that sleeps, or is not started: no plans are in flight."""
+
+    in_flight = ()
+    lacks_masks = False
+
+    def has_result(self) -> bool:
+        return False
+
+    def idle(self) -> WarmedBuckets | None:
+        return None
+
+    def take_fetched(self) -> list[BlocksFetched]:
+        return []
+
+    def call(self, name: str) -> str:
+        raise UserError(f"{name} was called while the worker sleeps")
+
+    def close(self, *, frees: bool) -> None:
+        """There is nothing to close."""
+
+
+ASLEEP = Asleep()
 
 
 def raise_advised(backend: Backend, error: Exception) -> NoReturn:
@@ -192,7 +227,6 @@ def _warm_up(
         components.input_buffers,
         backend,
         replace(config.warmup, traffic=config.warmup.traffic or config.buckets.traffic),
-        loaded.block_size,
         diagnostics,
         loaded.agreement,
     )

@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from config.engine import EngineConfig
-from config.errors import ConfigError, RequestFailed, UserError, bytes_text
+from config.errors import ConfigError, RequestFailed, bytes_text
 from config.model.model_config import ModelConfig
 from config.model.pooler import choose_pooler
 from config.model.read_config import read_model_config
@@ -44,7 +44,7 @@ from hpu.runner.counters import Counters
 from hpu.worker.drafter import keep_for_last_stage, load_drafter, with_drafter
 from hpu.worker.kv_scales import calculate_kv_scales
 from hpu.worker.load import LoadedModel, load
-from hpu.worker.serving import Progress, Serving, raise_advised, start_serving
+from hpu.worker.serving import ASLEEP, Asleep, Progress, Serving, raise_advised, start_serving
 
 logger = logging.getLogger(__name__)
 
@@ -76,8 +76,7 @@ class Worker:
         """None while the weights are not on the device."""
         self._offloaded: OffloadedWeights | None = None
         """Weights in host memory while the device sleeps."""
-        self._awake: Serving | None = None
-        """None while asleep."""
+        self._awake: Serving | Asleep = ASLEEP
         self._capacity: tuple[int | None, int | None] = (None, None)
         """Numbers of KV blocks and rings, which a wake-up keeps; None: not chosen yet, or no KV
         cache."""
@@ -101,7 +100,7 @@ class Worker:
     @property
     def serving(self) -> Serving:
         """The built model; the worker must be started and awake."""
-        assert self._awake is not None, "the worker sleeps, or is not started"
+        assert isinstance(self._awake, Serving), "the worker sleeps, or is not started"
         return self._awake
 
     @property
@@ -142,11 +141,11 @@ class Worker:
     @property
     def lacks_masks(self) -> bool:
         """Whether the oldest plan in flight waits for `mask`."""
-        return self._awake is not None and self._awake.lacks_masks
+        return self._awake.lacks_masks
 
     def has_result(self) -> bool:
         """Whether `collect` would return without waiting."""
-        return self._awake is not None and self._awake.has_result()
+        return self._awake.has_result()
 
     def collect(self) -> StepResult:
         """Wait for the oldest plan in flight and return its result."""
@@ -155,7 +154,7 @@ class Worker:
     def idle(self) -> WarmedBuckets | None:
         """Prepare the next background bucket; None if all are prepared, or while asleep. Only with
         no plan in flight."""
-        return None if self._awake is None else self._awake.idle()
+        return self._awake.idle()
 
     def handle(self, message: ToWorker) -> None:
         """Handle a message that is neither a plan nor a call."""
@@ -167,8 +166,7 @@ class Worker:
         messages: list[AdapterLoaded | BlocksFetched] = []
         if self._loaded is not None:
             messages += self._loaded.lora.take_loaded()
-        if self._awake is not None:
-            messages += self._awake.components.offload.take_fetched()
+        messages += self._awake.take_fetched()
         return messages
 
     def call(self, name: str, level: int = 0) -> str:
@@ -180,9 +178,7 @@ class Worker:
         if name == WAKE_WEIGHTS:
             self.wake_weights()
             return ""
-        if self._awake is None:
-            raise UserError(f"{name} was called while the worker sleeps")
-        return self._awake.profiler.call(name)
+        return self._awake.call(name)
 
     def sleep(self, level: int) -> None:
         """Free the KV cache, the graphs and all other components. A second call may raise the
@@ -227,7 +223,7 @@ class Worker:
     def wake_up(self, on_progress: Progress) -> WorkerReady:
         """Build and warm up again, with an unchanged number of KV blocks, all empty. Stays asleep
         and raises RequestFailed if the model is refused or memory is full."""
-        assert self._awake is None, "wake_up of a worker that is awake"
+        assert self._awake is ASLEEP, "wake_up of a worker that is awake"
 
         def wake() -> WorkerReady:
             self._loaded = self._loaded or self._load(self._device, on_progress)
@@ -242,12 +238,11 @@ class Worker:
 
     def close(self) -> None:
         """Drop everything and close the device; safe to call twice."""
-        if self._awake is not None:
-            self._awake.close(frees=False)
+        self._awake.close(frees=False)
         if self._loaded is not None:
             self._loaded.finish()
             self._loaded.lora.close()
-        self._awake = self._loaded = self._offloaded = None
+        self._awake, self._loaded, self._offloaded = ASLEEP, None, None
         if self._started is not None:
             self._started.backend.close()
             self._started = None
@@ -268,10 +263,9 @@ class Worker:
         raise RequestFailed(f"the worker cannot wake up and stays asleep: {why}")
 
     def _drop(self) -> None:
-        if self._awake is not None:
-            assert not self._awake.in_flight, "sleep with a plan"
-            self._awake.close(frees=True)
-            self._awake = None
+        assert not self._awake.in_flight, "sleep with a plan"
+        self._awake.close(frees=True)
+        self._awake = ASLEEP
         self._counters.add("graphs", -self._counters.total("graphs"))
         self._counters.add("graph_bytes", -self._counters.total("graph_bytes"))
         self._device.backend.begin_warmup()

@@ -13,6 +13,7 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from config.errors import GaudiserveError
+from config.json_text import Json
 from server.http.auth import PAGE_FILES
 from server.http.body import json_response
 from server.http.static_files import StaticFile
@@ -80,7 +81,7 @@ def _reason(state: AppState) -> str:
     return state.client.lost.message if state.client.lost is not None else ""
 
 
-def page_state(state: AppState) -> dict[str, Any]:
+def page_state(state: AppState) -> Json:
     """Data for the page that needs no call to the engine."""
     stats, ready = state.client.stats, state.client.ready
     compiled = sum(n for name, n in stats.compilations.items() if name.endswith(".serving"))

@@ -1,7 +1,6 @@
 """Probes, version, sleep state, load and metrics, for operators, routers and Prometheus."""
 
 from functools import partial
-from typing import Any
 
 import msgspec
 from fastapi import APIRouter
@@ -9,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from config.errors import EngineDied, Overloaded
+from config.json_text import Json
 from engine.client.state import RETRY_AFTER_S
 from engine.transport.messages import ASLEEP, BACKGROUND_WARMUP
 from server.http.body import json_response
@@ -120,7 +120,7 @@ def _readiness(state: AppState) -> Response:
         state.check_awake()
     except (EngineDied, Overloaded) as error:
         return fault_of(error).response()
-    answer: dict[str, Any] = {"status": "ready"}
+    answer: Json = {"status": "ready"}
     engines = state.client.engines
     if len(engines) > 1:
         num_alive = sum(engine.is_alive for engine in engines)

@@ -38,7 +38,7 @@ def as_text(shown: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={_text(value)}" for name, value in shown.items())
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     return f"({as_text(value)})" if isinstance(value, Mapping) else str(value)
 
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from config.errors import UserError, value_text, wrong_field
+from config.json_text import Json
 from server.anthropic.schema import CountBody, MessagesBody, is_foreign_tool, is_ignored_block
 from server.http.body import validate_fields
 from server.http.body_bounds import MAX_PARTS
@@ -17,7 +18,7 @@ _SEPARATOR = "\n"
 _ROLES = ("user", "assistant", "system")
 _BILLING_HEADER = "x-anthropic-billing-header:"
 """Prefix of a line that is removed from the start of system texts."""
-Part = dict[str, Any]
+Part = Json
 """Content part of a chat message."""
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
@@ -34,7 +35,7 @@ def to_chat_body(body: CountBody, *, has_reasoning: bool, takes_images: bool = F
     if not body.messages or not builder.messages:
         raise _bad("messages is an empty list, it must have at least 1 message")
     continues = builder.close()
-    fields: dict[str, Any] = {
+    fields: Json = {
         "model": body.model,
         "messages": builder.messages,
         "continue_final_message": continues,
@@ -74,12 +75,12 @@ def to_chat_body(body: CountBody, *, has_reasoning: bool, takes_images: bool = F
     return validate_fields(ChatBody, fields)
 
 
-def _reasoning_fields(body: CountBody) -> dict[str, Any]:
+def _reasoning_fields(body: CountBody) -> Json:
     """Reasoning effort, and the template variables that enable or disable reasoning: templates read
     either `enable_thinking` or `thinking`. The request's chat_template_kwargs override them."""
     thinking = body.thinking
     thinks = thinking is not None and thinking.type != "disabled"
-    fields: dict[str, Any] = {
+    fields: Json = {
         "chat_template_kwargs": {
             "enable_thinking": thinks,
             "thinking": thinks,
@@ -91,7 +92,7 @@ def _reasoning_fields(body: CountBody) -> dict[str, Any]:
     return fields
 
 
-def _function(tool: Any, where: str) -> dict[str, Any]:
+def _function(tool: object, where: str) -> Json:
     if not isinstance(tool, dict):
         raise UserError(f"{where} is {value_text(tool)}, it must be an object", param=where)
     if tool.get("type") not in (None, "custom"):
@@ -119,7 +120,7 @@ class _MessageBuilder:
         if system:
             self._add_system_text(_blocks(system, "system"))
 
-    def add(self, message: Any, where: str) -> None:
+    def add(self, message: object, where: str) -> None:
         if not isinstance(message, dict) or message.get("role") not in _ROLES:
             shown = value_text(message)
             if isinstance(message, dict):
@@ -226,7 +227,7 @@ class _MessageBuilder:
         last["content"] += parts
         return last
 
-    def _call(self, block: Any, where: str) -> dict[str, Any]:
+    def _call(self, block: Any, where: str) -> Json:
         call_id, name = _string(block, "id", where), _string(block, "name", where)
         self._tools[call_id] = name
         function = {"name": name, "arguments": block.get("input")}

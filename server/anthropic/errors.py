@@ -1,10 +1,9 @@
 """Error bodies of the Messages API, and the routes that use them."""
 
-from typing import Any
-
 import msgspec
 from starlette.responses import Response
 
+from config.json_text import Json
 from server.http.errors import Fault, shortened
 
 ROUTES = "/v1/messages"
@@ -36,7 +35,7 @@ def is_messages(path: str) -> bool:
     return path == ROUTES or path.startswith(ROUTES + "/")
 
 
-def error_object(fault: Fault) -> dict[str, Any]:
+def error_object(fault: Fault) -> Json:
     """Body of an error; also the data of an error event."""
     kind = "api_error" if fault.status >= 500 else "invalid_request_error"
     message = fault.message

@@ -3,11 +3,11 @@ events."""
 
 import json
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 from pydantic_core import from_json
 
+from config.json_text import Json
 from server.anthropic.errors import error_object
 from server.generation.answer_parser import MessagePart
 from server.generation.outputs import Delta
@@ -24,10 +24,10 @@ from server.serving.choices import ChoiceOutput
 from server.serving.job import ServingRequest
 from server.text.hidden_reasoning import hide_reasoning
 
-Block = dict[str, Any]
+Block = Json
 
 
-def message_of(job: ServingRequest, content: Sequence[Block] = ()) -> dict[str, Any]:
+def message_of(job: ServingRequest, content: Sequence[Block] = ()) -> Json:
     """Message object with null stop fields, as in a message_start event."""
     return {
         "id": job.id,
@@ -41,9 +41,7 @@ def message_of(job: ServingRequest, content: Sequence[Block] = ()) -> dict[str, 
     }
 
 
-def full_message(
-    job: ServingRequest, choice: ChoiceOutput, *, shows_reasoning: bool
-) -> dict[str, Any]:
+def full_message(job: ServingRequest, choice: ChoiceOutput, *, shows_reasoning: bool) -> Json:
     """The complete message of `choice`."""
     parts = choice.message.parts
     # Only the last part can be cut.
@@ -54,7 +52,7 @@ def full_message(
     return message_of(job, content) | ending
 
 
-def usage_of(job: ServingRequest) -> dict[str, Any]:
+def usage_of(job: ServingRequest) -> Json:
     """Token counts so far. In this API `input_tokens` excludes cached tokens: clients add the input
     fields to get the prompt length."""
     generation = job.generation
@@ -69,7 +67,7 @@ def usage_of(job: ServingRequest) -> dict[str, Any]:
 
 def stop_fields(
     finish_reason: str | None, stop_reason: str | int | None, *, has_calls: bool
-) -> dict[str, Any]:
+) -> Json:
     """stop_reason and stop_sequence for a finish_reason."""
     if finish_reason == "length":
         return {"stop_reason": "max_tokens", "stop_sequence": None}

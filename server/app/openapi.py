@@ -1,7 +1,6 @@
 """OpenAPI schema. Handlers parse bodies themselves, so the schemas of the bodies are added here."""
 
 import asyncio
-from typing import Any
 
 import msgspec
 from fastapi import FastAPI
@@ -10,6 +9,7 @@ from pydantic.json_schema import models_json_schema
 from starlette.requests import Request
 from starlette.responses import Response
 
+from config.json_text import Json
 from server.anthropic.schema import CountBody, MessagesBody
 from server.app.field_docs import add_descriptions
 from server.http.body import encoded_response
@@ -86,7 +86,7 @@ class DescribedApi(FastAPI):
             self._encoded = await asyncio.to_thread(lambda: msgspec.json.encode(self.openapi()))
         return encoded_response(self._encoded)
 
-    def openapi(self) -> dict[str, Any]:
+    def openapi(self) -> Json:
         if not self.openapi_schema:
             schema = get_openapi(
                 title=self.title,

@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
+from config.json_text import Json
 from config.loading.reference import DOCS, list_of, listed, with_text
 from engine.selftest.fallbacks import checks_by_fallback
 from server.app.field_docs import add_descriptions
@@ -130,7 +131,7 @@ def _grouped(rows: Rows) -> str:
 
 def _rows_of(body: type[Body]) -> tuple[Rows, dict[str, Rows]]:
     _, made = models_json_schema([(body, "validation")])
-    definitions: dict[str, Any] = made["$defs"]
+    definitions: Json = made["$defs"]
     add_descriptions(definitions)
     tables = {
         name: _rows(definition)

@@ -7,12 +7,12 @@ import fcntl
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, NamedTuple
 
 import msgspec
 
 from config.errors import ConfigError, value_text
-from config.json_text import json_problem, parse_json
+from config.json_text import Json, json_problem, parse_json
 from server.cli.http_client import HttpResponse
 
 PREFIX = "batch_req_"
@@ -33,7 +33,7 @@ class BatchLine(NamedTuple):
     """Line number in the file, from 1."""
     custom_id: str
     url: str
-    body: dict[str, Any]
+    body: Json
     num_bytes: int
 
 
@@ -205,7 +205,7 @@ class BatchOutput:
     def _append(
         self,
         line: BatchLine | InvalidLine,
-        response: dict[str, Any] | None,
+        response: Json | None,
         error: dict[str, str] | None,
     ) -> None:
         record = {

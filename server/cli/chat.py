@@ -9,10 +9,10 @@ import signal
 import sys
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any
 
 from config.checkpoint.demo import NAMES
 from config.errors import CommandFailed, ConfigError
+from config.json_text import Json
 from config.loading.parser import FlagParser
 from config.loading.sources import Loaded, load
 from config.loading.values import nearest
@@ -254,7 +254,7 @@ class _Terminal:
             print(NORMAL, end="")
         return cut
 
-    async def _max_tokens(self, body: dict[str, Any]) -> int:
+    async def _max_tokens(self, body: Json) -> int:
         wanted: int = self._arguments.max_tokens
         try:
             counted = await self._client.call("POST", TOKENIZE_PATH, body)
@@ -265,7 +265,7 @@ class _Terminal:
         # If no tokens are left, the server returns the error.
         return min(wanted, max(1, left))
 
-    async def _choices(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+    async def _choices(self, body: Json) -> AsyncGenerator[Json, None]:
         # Closed at once if the caller stops early, so that the server stops as well.
         async with aclosing(self._client.events(PATH, body)) as events:
             async for data in events:

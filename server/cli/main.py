@@ -312,11 +312,13 @@ def _fetch_demo(argv: list[str]) -> int:
     log.setup("fetch-demo")
     from config.checkpoint.demo import NAMES
     from config.checkpoint.resolve import resolve
+    from config.engine import EngineConfig
     from config.progress import ProgressLines
 
     # resolve also converts the checkpoint, so that the first start is fast.
     with ProgressLines(prefix="") as lines:
-        folder = resolve(NAMES[0], cache_dir=options.cache_dir, report=lines.report)
+        engine = EngineConfig(NAMES[0], cache_dir=options.cache_dir)
+        folder = resolve(engine, report=lines.report)
     print(folder)
     return 0
 

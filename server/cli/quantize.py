@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from config.checkpoint.resolve import resolve
 from config.checkpoint.safetensors_files import weight_files
+from config.engine import EngineConfig
 from config.errors import ConfigError
 from config.loading.env import is_installed
 from config.loading.parser import FlagParser, number
@@ -185,7 +186,7 @@ def main(argv: list[str]) -> int:
     target = TARGETS[options.to]
     _check_options(options, target)
     with ProgressLines(prefix="") as lines:
-        folder = resolve(options.model, report=lines.report)
+        folder = resolve(EngineConfig(options.model), report=lines.report)
     has_data = options.data is not None and (target.needs_data or target.calibrated is not None)
     samples = read_samples(options.data, options.max_samples) if has_data else []
     text = (options.text or TEXT).read_text(encoding="utf-8")

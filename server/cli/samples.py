@@ -1,12 +1,11 @@
 """Reads texts and conversations from a file, for commands that run a model on samples."""
 
 from pathlib import Path
-from typing import Any
 
 from config.errors import ConfigError
-from config.json_text import json_problem, parse_json
+from config.json_text import Json, json_problem, parse_json
 
-Sample = str | list[dict[str, Any]]
+Sample = str | list[Json]
 """Text or conversation."""
 
 

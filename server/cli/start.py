@@ -12,7 +12,7 @@ from pathlib import Path
 
 from config import log
 from config.checkpoint.model_name import default_names
-from config.checkpoint.resolve import engine_folder
+from config.checkpoint.resolve import resolve
 from config.checkpoint.tokenizer_bounds import check_tokenizer_file
 from config.engine import EngineConfig
 from config.errors import (
@@ -105,7 +105,7 @@ def resolve_checkpoint(engine: EngineConfig, server: ServerConfig, report: Repor
     # Without a terminal, the API server logs the progress.
     progress = sys.stderr.isatty()
     check = partial(_check_model, engine)
-    folder = engine_folder(engine, check=check, report=report, progress=progress)
+    folder = resolve(engine, check=check, report=report, progress=progress)
     with _naming(engine.model, folder):
         check_checkpoint(engine, folder)
     check_adapters(engine.lora, folder, engine.download_dir)

@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from config.errors import UserError
+from config.json_text import Json
 from config.kinds import Kinds
 from config.params.structured_output import ThinkingSpec
 from config.server import ServerConfig
@@ -430,13 +431,13 @@ class AssistantMessage:
     def _all(self, kind: str) -> str:
         return "".join(piece.text for piece in self.parts if piece.kind == kind)
 
-    def to_dict(self, echo: str, *, shows_reasoning: bool) -> dict[str, Any]:
+    def to_dict(self, echo: str, *, shows_reasoning: bool) -> Json:
         """The `message` object of the response. `echo`: text before the generated text."""
         thought = self._all("reasoning")
         text = echo + self._all("text")
         calls = [(piece.call, piece.text) for piece in self.parts if piece.call is not None]
         is_silent = not text and bool(calls or thought)
-        made: dict[str, Any] = {
+        made: Json = {
             "role": "assistant",
             "content": None if is_silent else text,
             "refusal": None,
@@ -458,9 +459,9 @@ class AssistantMessage:
         return made
 
 
-def chat_deltas(events: list[ParserEvent], *, shows_reasoning: bool) -> list[dict[str, Any]]:
+def chat_deltas(events: list[ParserEvent], *, shows_reasoning: bool) -> list[Json]:
     """The `delta` objects for `events`. Without `shows_reasoning`, reasoning is left out."""
-    made: list[dict[str, Any]] = []
+    made: list[Json] = []
     for event in events:
         if isinstance(event, TextDelta):
             made.append({"content": event.text})

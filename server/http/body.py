@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from config.errors import Overloaded, UserError, value_text
 from config.fair_threads import FairThreads, current_client
+from config.json_text import Json
 from config.malloc import trim_memory
 from server.http.access_log import MAX_IGNORED_FIELDS, RequestRecord, record_of
 from server.http.errors import ClientGone, RequestTooLarge, UnsupportedMediaType, user_error_from
@@ -33,14 +34,14 @@ from server.http.unread_answers import UnreadAnswers
 
 B = TypeVar("B", bound="BodyModel")
 T = TypeVar("T")
-Fields = dict[str, Any]
+Fields = Json
 
 
 class BodyModel(Protocol):
     """A pydantic model of a body."""
 
     @classmethod
-    def model_validate(cls: type[B], obj: Any, /) -> B: ...
+    def model_validate(cls: type[B], obj: object, /) -> B: ...
 
     @classmethod
     def unknown_fields(cls, data: Mapping[str, Any], /) -> list[str]:
@@ -82,7 +83,7 @@ millisecond."""
 class ReceivedBody:
     """A request body, decoded but not yet validated."""
 
-    fields: dict[str, Any]
+    fields: Json
     """Replaced by {} in `parse`, because handlers refer to the body while the model generates."""
     num_bytes: int
     record: RequestRecord
@@ -227,7 +228,7 @@ async def parse(kind: type[B], body: ReceivedBody) -> B:
     return parsed
 
 
-def validate_fields(kind: type[B], fields: dict[str, Any]) -> B:
+def validate_fields(kind: type[B], fields: Json) -> B:
     """Validate `fields` as `kind`. Raises UserError."""
     try:
         return kind.model_validate(fields)

@@ -10,6 +10,7 @@ import numpy as np
 from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
 
 from config.errors import value_text
+from config.json_text import Json
 from config.params.sampling import MAX_LISTED_BIASES, MAX_LISTED_TOKENS
 from config.whole_files import MAX_PATH_CHARACTERS
 
@@ -62,7 +63,7 @@ def whole(value: object) -> object:
     return value
 
 
-def _check_length(value: list[Any] | dict[str, Any], max_length: int) -> None:
+def _check_length(value: list[Any] | Json, max_length: int) -> None:
     if len(value) > max_length:
         raise ValueError(f"has {len(value)} entries, at most {max_length} are allowed")
 
@@ -224,7 +225,7 @@ Words = Annotated[
 ]
 """Like Strings, with up to MAX_TOKEN_IDS entries."""
 Documents = Annotated[
-    list[dict[str, Any]],
+    list[Json],
     Field(max_length=MAX_DOCUMENTS),
     BeforeValidator(_entries(dict, MAX_DOCUMENTS)),
     _structure(MAX_RENDERED_CHARACTERS),
@@ -252,7 +253,7 @@ UserId = Annotated[
     str, Field(max_length=MAX_USER_ID_CHARACTERS), BeforeValidator(_text(MAX_USER_ID_CHARACTERS))
 ]
 Variables = Annotated[
-    dict[str, Any],
+    Json,
     Field(max_length=MAX_KEYS),
     BeforeValidator(_length(MAX_KEYS)),
     _structure(MAX_RENDERED_CHARACTERS),
@@ -264,10 +265,10 @@ Tools = Annotated[
     _structure(),
 ]
 ToolChoice = Annotated[Any, _structure()]
-Schema = Annotated[dict[str, Any], _structure()]
+Schema = Annotated[Json, _structure()]
 """A JSON schema, or an object that contains a JSON schema."""
-SchemaOrText = Annotated[dict[str, Any] | str | bool, _structure()]
-TagOrText = Annotated[dict[str, Any] | str, _structure()]
+SchemaOrText = Annotated[Json | str | bool, _structure()]
+TagOrText = Annotated[Json | str, _structure()]
 Messages = Annotated[
     list[Any], Field(max_length=MAX_MESSAGES), BeforeValidator(_length(MAX_MESSAGES))
 ]

@@ -41,7 +41,7 @@ def weighs_more(value: Any, weight: int) -> bool:
     return _weight_left(value, weight) < 0
 
 
-def json_pieces(value: Any) -> Iterator[bytes]:
+def json_pieces(value: object) -> Iterator[bytes]:
     """`value` as JSON in pieces. Only pieces of msgspec.Raw may end inside a UTF-8 character."""
     if not weighs_more(value, PIECE_WEIGHT):
         yield _encode(value)
@@ -103,7 +103,7 @@ def _dict_pieces(fields: dict[str, Any]) -> Iterator[bytes]:
     yield b"}"
 
 
-def _weight_left(value: Any, left: int) -> int:
+def _weight_left(value: object, left: int) -> int:
     """`left` minus the weight of `value`; negative as soon as `value` weighs more, without reading
     its rest."""
     left -= 1

@@ -9,6 +9,7 @@ import msgspec
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.types import Receive, Scope, Send
 
+from config.json_text import Json
 from server.http.access_log import record_of
 from server.http.body import SENT_BYTES
 from server.http.disconnect import CancelOnDisconnect
@@ -77,7 +78,7 @@ class Envelope:
         }
         self.head = b"data: " + json_line(fields)[:-1] + b',"choices":['
 
-    def chunk(self, choice: bytes, extra: dict[str, Any] | None = None) -> bytes:
+    def chunk(self, choice: bytes, extra: Json | None = None) -> bytes:
         """A frame with the encoded `choice` (empty: no choice) and the additional top-level fields
         `extra`."""
         if not extra:

@@ -14,7 +14,8 @@ from transformers import AutoImageProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from config.errors import ConfigError
-from config.model.json_fields import Fields, Json
+from config.json_text import Json
+from config.model.json_fields import Fields
 from engine.transport.messages import InputTensor
 from server.multimodal.decode import decode
 from server.multimodal.families.base import ProcessorFiles, PromptForm

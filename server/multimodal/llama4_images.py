@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from config.model.json_fields import Json
+from config.json_text import Json
 from server.multimodal.processor_fields import channels, processor_fields, resampling, side
 
 Size = tuple[int, int]

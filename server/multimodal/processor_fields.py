@@ -9,7 +9,8 @@ import numpy as np
 from PIL import Image
 
 from config.errors import ConfigError
-from config.model.json_fields import Fields, Json, shown
+from config.json_text import Json
+from config.model.json_fields import Fields, shown
 
 FILE = Path("preprocessor_config.json")
 MAX_SIDE = 16_384

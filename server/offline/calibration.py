@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 
 from config.errors import ConfigError
+from config.json_text import Json
 from config.model.quantization.inc import MEASURE, QUANTIZE
 
-Node = dict[str, Any]
+Node = Json
 """Measurements of a module: `inputs`, and `outputs` if measured, with a nested list of shape (1, 1)
 per tensor; `params`, if there are weights, with such a list for `weight`."""
-Record = dict[str, Any]
+Record = Json
 """A measurement file: GlobalRank, LocalRank, Mode, and Nodes, which maps module paths to Node."""
 
 STATS = "inc_output"

@@ -11,9 +11,10 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
-from config.checkpoint.resolve import engine_folder
+from config.checkpoint.resolve import resolve
 from config.engine import EXTERNAL_LAUNCHER
 from config.errors import UserError
+from config.json_text import Json
 from config.loading.env import chosen_device, disable_autoload
 from config.loading.sources import Loaded
 from config.model.model_config import GENERATION_LIMITS
@@ -29,16 +30,7 @@ from engine.transport.messages import Ready
 from server.generation.beam_search import CandidateBeamSearch
 from server.generation.outputs import Prompt
 from server.generation.pipeline import Pipeline
-from server.generation.validation import truncate_prompt
-from server.multimodal.inputs import ImageLoader, make_image_inputs
-from server.multimodal.parts import (
-    MediaSource,
-    in_order_of_marks,
-    place_images,
-    take_media,
-    with_image_texts,
-)
-from server.multimodal.processor import ProcessedImage
+from server.multimodal.parts import MediaSource, take_media
 from server.offline.engines import make_client, with_fallbacks
 from server.offline.event_loop import STOP_TIMEOUT_S, BackgroundLoop, Result, run_in_order
 from server.offline.lora import LoRARequest, LoRARequests, adapters_of
@@ -54,6 +46,7 @@ from server.offline.outputs import (
     request_output,
 )
 from server.offline.pooling import OfflinePooling, Params, classification_outputs, embedding_outputs
+from server.offline.prompt_reader import PromptReader
 from server.offline.prompts import (
     PromptInput,
     as_conversation_list,
@@ -64,7 +57,6 @@ from server.offline.prompts import (
 from server.pooling.inputs import InputOptions, make_input_processor, not_a_pooling_model
 from server.pooling.scores import TextPairs
 from server.serving.progress import describe
-from server.text.chat_template import ChatTemplate, read_template
 from server.text.messages import Message
 from server.text.tokenizer import Tokenizer
 
@@ -105,32 +97,15 @@ class LLM:
             disable_autoload()
         check_device(engine.device)
         check = partial(check_model_config, engine)
-        path = engine_folder(engine, check=check, report=lines.report)
+        path = resolve(engine, check=check, report=lines.report)
         check_checkpoint(engine, path)
-        self._tokenizer: Tokenizer | None = None
-        template: str | dict[str, str] | None = None
-        if not server.skip_tokenizer_init:
-            self._tokenizer = Tokenizer.load(
-                path,
-                server.tokenizer_threads,
-                engine.cache_dir,
-                special_tokens_as_text=server.special_tokens_as_text,
-            )
-            template = self._tokenizer.chat_template
         model_config = read_model_config(path)
-        self._images: ImageLoader | None = None
-        if model_config.vision is not None and self._tokenizer is not None:
-            self._images = make_image_inputs(path, model_config.vision, server, self._tokenizer)
-        if server.chat_template is not None:
-            template = read_template(server.chat_template)
-        named = self._tokenizer.special_tokens if self._tokenizer else {}
-        self._template = ChatTemplate(template, named, generic_tools=server.tool_template == "auto")
-        self._template_defaults = server.template_defaults
+        self._prompts = PromptReader(path, server, engine.cache_dir, model_config)
         recommended = model_config.generation_defaults
         self._defaults = _sampling_params(server.sampling_defaults(recommended))
         self._client = client = make_client(dataclasses.replace(engine, model=path), server.log)
         lines.show(lambda: LAUNCHING if client.progress is None else describe(client.progress))
-        self._pipeline = Pipeline(self._client, self._tokenizer, server)
+        self._pipeline = Pipeline(self._client, self._prompts.tokenizer, server)
         # Wanted sequences in flight: two batches per engine. Later prompts are not tokenized yet.
         num_engines = engine.data_parallel.data_parallel_size
         self._lookahead = 2 * engine.scheduler.max_num_seqs * num_engines
@@ -143,20 +118,15 @@ class LLM:
             self._start_order = asyncio.Lock()
         self._background = BackgroundLoop("llm")
         self._finalizer = weakref.finalize(
-            self,
-            _shut_down,
-            self._background,
-            self._client,
-            self._template,
-            self._tokenizer,
-            self._images,
+            self, _shut_down, self._background, self._client, self._prompts
         )
         try:
             self._ready = self._background.run(_start(self._client))
         except BaseException:
             self.close()
             raise
-        processor = make_input_processor(self._ready, self._tokenizer)
+        self._prompts.max_model_len = self._ready.max_model_len
+        processor = make_input_processor(self._ready, self._prompts.tokenizer)
         self._pooling: OfflinePooling | None = None
         if processor is not None:
             self._pooling = OfflinePooling(self._client, processor, max_concurrent=self._lookahead)
@@ -184,7 +154,7 @@ class LLM:
             images: list[MediaSource],
             param: SamplingParams,
         ) -> MakePrompt:
-            return lambda: self._prompt(text, ids, True, param, images)
+            return lambda: self._prompts.read(text, ids, images, param)
 
         jobs = [
             (maker(text, ids, images, param), param, salt)
@@ -225,30 +195,30 @@ class LLM:
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-        tools: list[dict[str, Any]] | None = None,
-        documents: list[dict[str, Any]] | None = None,
+        tools: list[Json] | None = None,
+        documents: list[Json] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer a conversation, or each of several conversations. Raises like `generate`."""
         conversations = [list(conversation) for conversation in as_conversation_list(messages)]
         params = self._params(sampling_params, len(conversations))
-        controls = None if self._tokenizer is None else self._tokenizer.controls
+        defaults = self._prompts.template_defaults
 
         def maker(conversation: list[Message], param: SamplingParams) -> MakePrompt:
             async def make() -> Prompt:
                 taken, sources = take_media(as_media_parts(conversation))
-                images = await self._loaded(sources, "messages")
-                text = await self._template.render(
+                images = await self._prompts.load_images(sources, "messages")
+                text = await self._prompts.template.render(
                     taken,
                     tools=tools,
                     documents=documents,
                     add_generation_prompt=add_generation_prompt,
                     continue_final_message=continue_final_message,
-                    kwargs={**self._template_defaults, **(chat_template_kwargs or {})},
+                    kwargs={**defaults, **(chat_template_kwargs or {})},
                     template=chat_template,
-                    mark=None if controls is None else controls.marked,
+                    mark=self._prompts.mark,
                 )
-                return await self._prompt(text, None, False, param, images=images)
+                return await self._prompts.read_rendered(text, images, param)
 
             return make
 
@@ -361,9 +331,7 @@ class LLM:
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer. Raises UserError if skip_tokenizer_init is set."""
-        if self._tokenizer is None:
-            raise UserError("there is no tokenizer: skip_tokenizer_init is set")
-        return self._tokenizer
+        return self._prompts.require_tokenizer()
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Sampling parameters with the defaults from generation_config and
@@ -405,56 +373,6 @@ class LLM:
                 param="sampling_params",
             )
         return list(params)
-
-    async def _loaded(self, sources: list[MediaSource], param: str) -> list[ProcessedImage]:
-        if not sources:
-            return []
-        if self._images is None:
-            raise UserError(
-                f"the prompt has {len(sources)} images, at most 0 are allowed; load a model that "
-                "takes images, and allow them with limit_mm_per_prompt",
-                param=param,
-            )
-        return await self._images.load(sources, param=param)
-
-    async def _prompt(
-        self,
-        text: str | None,
-        ids: list[int] | None,
-        special: bool,
-        params: SamplingParams,
-        sources: list[MediaSource] | None = None,
-        *,
-        images: list[ProcessedImage] | None = None,
-    ) -> Prompt:
-        images = images or await self._loaded(sources or [], "prompt")
-        if images:
-            return await self._prompt_with_images(text or "", special, params, images)
-        if ids is None:
-            assert text is not None
-            tokenizer = self.get_tokenizer()
-            ids, text = await tokenizer.encode(text, special), tokenizer.unmarked(text)
-        keep = params.truncate_prompt_tokens
-        ids = truncate_prompt(ids, keep, self._ready.max_model_len, params.max_tokens)
-        return Prompt(ids, text)
-
-    async def _prompt_with_images(
-        self, text: str, special: bool, params: SamplingParams, images: list[ProcessedImage]
-    ) -> Prompt:
-        assert self._images is not None, "the model takes images"
-        if params.truncate_prompt_tokens is not None:
-            raise UserError(
-                f"truncate_prompt_tokens is {params.truncate_prompt_tokens}, and the prompt has "
-                f"{len(images)} images, which cannot be truncated",
-                param="truncate_prompt_tokens",
-            )
-        tokenizer = self.get_tokenizer()
-        marks = self._images.marks
-        images = in_order_of_marks(text, marks, images)
-        text = with_image_texts(text, marks, images, "prompt")
-        ids = await tokenizer.encode(text, special)
-        placed = place_images(ids, self._images.token_ids, images, "prompt")
-        return Prompt(ids, tokenizer.unmarked(text), placed)
 
     async def _generate(
         self,
@@ -504,7 +422,7 @@ class LLM:
 
         async def run_search(index: int, bar: CountBar) -> BeamSearchOutput:
             text, ids, salt, images = inputs[index]
-            prompt = await self._prompt(text, ids, True, sampling, images)
+            prompt = await self._prompts.read(text, ids, images, sampling)
             search = await CandidateBeamSearch.start(
                 self._pipeline,
                 [prompt],
@@ -516,7 +434,7 @@ class LLM:
             async for _ in search:
                 pass
             (beams,) = search.beams
-            return beam_output(prompt, beams, self._tokenizer)
+            return beam_output(prompt, beams, self._prompts.tokenizer)
 
         num_workers = max(1, self._lookahead // sampling.n)
         if concurrency_limit is not None:
@@ -550,28 +468,19 @@ async def _start(client: EngineClient) -> Ready:
     return await client.wait_ready()
 
 
-def _shut_down(
-    background: BackgroundLoop,
-    client: EngineClient,
-    template: ChatTemplate,
-    tokenizer: Tokenizer | None,
-    images: ImageLoader | None,
-) -> None:
+def _shut_down(background: BackgroundLoop, client: EngineClient, prompts: PromptReader) -> None:
     """Stop everything that an `LLM` started. The finalizer of the LLM calls this function, so it
     must not refer to the LLM."""
     if background.is_current_thread:
         # The garbage collector may run on any thread, and the background thread cannot join itself.
-        arguments = (background, client, template, tokenizer, images)
+        arguments = (background, client, prompts)
         threading.Thread(target=_shut_down, args=arguments).start()
         return
     try:
         background.run(_close(client))
     finally:
         background.close()
-        template.close()
-        for part in (tokenizer, images):
-            if part is not None:
-                part.close()
+        prompts.close()
 
 
 async def _close(client: EngineClient) -> None:

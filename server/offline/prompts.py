@@ -48,7 +48,7 @@ def parse_prompt(
     return text, None if ids is None else list(ids), prompt.get("cache_salt") or "", images
 
 
-def _images(data: Any) -> list[MediaSource]:
+def _images(data: object) -> list[MediaSource]:
     if not isinstance(data, Mapping):
         raise UserError(
             f"multi_modal_data is a {type(data).__name__}, it must be a dict", param="prompt"
@@ -102,7 +102,7 @@ def as_media_parts(messages: Sequence[Message]) -> list[Message]:
     ]
 
 
-def _as_media_part(part: Any) -> Any:
+def _as_media_part(part: object) -> Any:
     """Encode the image or video of a part. The key of a PIL image is image_pil in vLLM, and image
     in transformers."""
     if not isinstance(part, Mapping):

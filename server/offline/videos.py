@@ -51,7 +51,7 @@ def given_video(video: Any, where: str) -> MediaSource:
     )
 
 
-def _is_frame(value: Any) -> bool:
+def _is_frame(value: object) -> bool:
     return isinstance(value, Image.Image) or (isinstance(value, np.ndarray) and value.ndim == 3)
 
 

@@ -2,12 +2,12 @@
 prompt."""
 
 from functools import partial
-from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from config.json_text import Json
 from server.http.body import built_response, json_response, parse
 from server.http.openapi import ANSWERS, GENERATES, takes
 from server.openai.chat_request import count_prompt_tokens, start_chat
@@ -55,7 +55,7 @@ def chat_routes(state: AppState) -> APIRouter:
     return router
 
 
-def _whole(job: ServingRequest, choices: list[ChoiceOutput], echo: str) -> dict[str, Any]:
+def _whole(job: ServingRequest, choices: list[ChoiceOutput], echo: str) -> Json:
     shown = [_choice(job, index, choice, echo) for index, choice in enumerate(choices)]
     answer = job.answer("chat.completion", shown)
     answer["prompt_logprobs"] = job.prompt_logprobs(0)
@@ -64,7 +64,7 @@ def _whole(job: ServingRequest, choices: list[ChoiceOutput], echo: str) -> dict[
     return answer
 
 
-def _choice(job: ServingRequest, index: int, choice: ChoiceOutput, echo: str) -> dict[str, Any]:
+def _choice(job: ServingRequest, index: int, choice: ChoiceOutput, echo: str) -> Json:
     assert isinstance(job.body, ChatBody)
     has_reasoning = job.parsers is not None and job.parsers.has_reasoning
     shows_reasoning = has_reasoning and job.body.include_reasoning is not False

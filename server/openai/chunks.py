@@ -2,8 +2,8 @@
 template; other chunks go through the JSON encoder."""
 
 from collections.abc import Callable
-from typing import Any
 
+from config.json_text import Json
 from server.generation.answer_parser import chat_deltas
 from server.generation.outputs import Delta
 from server.http.errors import Fault
@@ -31,7 +31,7 @@ class _Chunks:
     async def failing(self, fault: Fault) -> bytes:
         return frame(fault.body()) + DONE
 
-    def _extra(self) -> dict[str, Any]:
+    def _extra(self) -> Json:
         return {"usage": self._job.usage()} if self._has_usage else {}
 
 
@@ -112,9 +112,9 @@ class ChatChunks(_Chunks):
         )
         return self._envelope.chunk(choice, self._extra() if self._has_usage else None)
 
-    def _choice_chunk(self, delta: Delta, payload: dict[str, Any]) -> bytes:
+    def _choice_chunk(self, delta: Delta, payload: Json) -> bytes:
         """Chunk with `payload`, and everything in `delta` except its text."""
-        choice: dict[str, Any] = {
+        choice: Json = {
             "index": delta.index,
             "delta": payload,
             "logprobs": chat_logprobs(delta.logprobs, self._token_formatter)
@@ -189,7 +189,7 @@ class CompletionChunks(_Chunks):
             parts.append(writer.write(delta.logprobs))
         if not (text or parts or delta.finish_reason or self._has_ids):
             return b""
-        choice: dict[str, Any] = {
+        choice: Json = {
             "index": delta.index,
             "text": text,
             "logprobs": joined_logprobs(parts) if parts else None,
@@ -206,9 +206,7 @@ class CompletionChunks(_Chunks):
         return self._envelope.chunk(line(choice), self._extra())
 
 
-def echo_logprobs(
-    job: ServingRequest, prompt_index: int, writer: TextLogprobs, text: str
-) -> dict[str, Any]:
+def echo_logprobs(job: ServingRequest, prompt_index: int, writer: TextLogprobs, text: str) -> Json:
     """The logprobs object of an echoed prompt; `writer` continues with the generated text."""
     tokenizer = job.state.tokenizer
     first_id = job.prompts[prompt_index].token_ids[0]

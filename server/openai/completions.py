@@ -2,7 +2,6 @@
 
 import asyncio
 from functools import partial
-from typing import Any
 
 import msgspec
 from fastapi import APIRouter
@@ -10,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from config.errors import PromptTooLong
+from config.json_text import Json
 from config.params.sampling import SamplingParams
 from server.generation.outputs import Prompt
 from server.generation.pipeline import Pauses
@@ -179,9 +179,7 @@ def _hidden(job: ServingRequest) -> frozenset[int]:
     return tokenizer.special_ids
 
 
-def _whole(
-    job: ServingRequest, choices: list[ChoiceOutput], texts: list[str] | None
-) -> dict[str, Any]:
+def _whole(job: ServingRequest, choices: list[ChoiceOutput], texts: list[str] | None) -> Json:
     body = job.body
     assert isinstance(body, CompletionBody)
     num_kept = body.n or 1
@@ -201,7 +199,7 @@ def _choice(
     index: int,
     choice: ChoiceOutput,
     texts: list[str] | None,
-) -> dict[str, Any]:
+) -> Json:
     prompt_index = index // (body.n or 1)
     return {
         "index": index,
@@ -217,7 +215,7 @@ def _choice(
 
 def _logprobs(
     job: ServingRequest, prompt_index: int, choice: ChoiceOutput, texts: list[str] | None
-) -> dict[str, Any]:
+) -> Json:
     writer = TextLogprobs(job.token_formatter, _hidden(job))
     parts = [] if texts is None else [echo_logprobs(job, prompt_index, writer, texts[prompt_index])]
     return joined_logprobs([*parts, writer.write(consumed(choice.logprobs))])

@@ -1,11 +1,10 @@
 """GET /v1/models and /v1/models/{id}. An id may contain slashes."""
 
-from typing import Any
-
 from fastapi import APIRouter
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
+from config.json_text import Json
 from server.http.body import json_response, long_json_response
 from server.http.openapi import ANSWERS
 from server.serving.state import AppState
@@ -32,7 +31,7 @@ def model_routes(state: AppState) -> APIRouter:
     return router
 
 
-def _entry(state: AppState, name: str) -> dict[str, Any]:
+def _entry(state: AppState, name: str) -> Json:
     adapter = None if name in state.model_names else state.client.adapters.get(name)
     parent = None if adapter is None else adapter.parent or state.model_names[0]
     return {

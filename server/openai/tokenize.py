@@ -1,13 +1,13 @@
 """POST /tokenize and /detokenize, GET /tokenizer_info."""
 
 import asyncio
-from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from config.errors import UserError
+from config.json_text import Json
 from config.model.special_tokens import NAMED_TOKENS
 from config.params.token_ids import unknown_token
 from server.http.body import built_response, long_json_response, parse
@@ -89,9 +89,7 @@ def tokenize_routes(state: AppState) -> APIRouter:
     return router
 
 
-def _tokenized(
-    state: AppState, body: TokenizeTextBody | TokenizeChatBody, ids: list[int]
-) -> dict[str, Any]:
+def _tokenized(state: AppState, body: TokenizeTextBody | TokenizeChatBody, ids: list[int]) -> Json:
     strings = None
     if body.return_token_strs:
         tokenizer = state.text_tokenizer("return_token_strs")

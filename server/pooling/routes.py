@@ -7,13 +7,14 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from config.errors import UserError
+from config.json_text import Json
 from config.params.pooling import CLASSIFY, EMBED, SCORE, TOKEN_EMBED, PoolingParams
 from engine.client.request_limits import RequestTerms
 from server.http.access_log import log_prompts, record_of
@@ -58,7 +59,7 @@ NUMBERS_PER_VALUE = 10
 
 B = TypeVar("B", bound=EngineBody)
 Chat = TypeVar("Chat", bound=EngineBody)
-Entries = list[dict[str, Any]]
+Entries = list[Json]
 
 
 class PoolingJob(RunningRequest[PoolingStream]):

@@ -4,15 +4,15 @@ import codecs
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 
+from config.json_text import Json
 from server.generation.answer_parser import AssistantMessage
 from server.generation.logprobs import PositionLogprobs, TokenLogprob
 from server.generation.outputs import Delta, Output
 
-Choice = dict[str, Any]
+Choice = Json
 TokenFormatter = Callable[[TokenLogprob], str]
 
 
@@ -23,7 +23,7 @@ def token_formatter(*, as_ids: bool) -> TokenFormatter:
     return lambda token: token.token
 
 
-def chat_logprobs(positions: Sequence[PositionLogprobs], name: TokenFormatter) -> dict[str, Any]:
+def chat_logprobs(positions: Sequence[PositionLogprobs], name: TokenFormatter) -> Json:
     """The logprobs object of a chat choice or delta."""
     content = [
         {
@@ -44,9 +44,7 @@ def consumed(positions: list[PositionLogprobs] | None) -> Iterator[PositionLogpr
         yield positions.pop()
 
 
-def encoded_chat_logprobs(
-    positions: Iterable[PositionLogprobs], name: TokenFormatter
-) -> dict[str, Any]:
+def encoded_chat_logprobs(positions: Iterable[PositionLogprobs], name: TokenFormatter) -> Json:
     """`chat_logprobs` of a complete choice, as encoded JSON per position: it takes a fifth of the
     memory of the objects, and the garbage collector does not traverse it."""
     content: list[msgspec.Raw] = []
@@ -56,7 +54,7 @@ def encoded_chat_logprobs(
     return {"content": content, "refusal": None}
 
 
-def _chat_token(token: TokenLogprob, name: TokenFormatter) -> dict[str, Any]:
+def _chat_token(token: TokenLogprob, name: TokenFormatter) -> Json:
     return {"token": name(token), "logprob": token.logprob, "bytes": list(token.bytes)}
 
 

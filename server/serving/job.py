@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from config.error_frames import release_frames
 from config.errors import DeadlineExceeded, EngineDied, Overloaded, UserError
+from config.json_text import Json
 from config.native import panics_as_errors
 from config.params.sampling import SamplingParams
 from config.params.structured_output import GrammarSpec
@@ -155,7 +156,7 @@ class ServingRequest(RunningRequest[GenerationStream]):
         """Reasoning tokens of all choices so far."""
         return 0 if self.parsers is None else self.parsers.num_reasoning_tokens
 
-    def usage(self) -> dict[str, Any]:
+    def usage(self) -> Json:
         """Usage object for the tokens so far."""
         stream = self.generation
         return {
@@ -166,7 +167,7 @@ class ServingRequest(RunningRequest[GenerationStream]):
             "completion_tokens_details": {"reasoning_tokens": self.num_reasoning_tokens},
         }
 
-    def usage_of_prompt(self) -> dict[str, Any]:
+    def usage_of_prompt(self) -> Json:
         """Usage object before the first token."""
         usage = self.usage()
         return {
@@ -224,7 +225,7 @@ class ServingRequest(RunningRequest[GenerationStream]):
             count += num_tokens + self.generation.num_prompt_tokens
         return count
 
-    def answer(self, kind: str, choices: Sequence[dict[str, Any] | msgspec.Raw]) -> dict[str, Any]:
+    def answer(self, kind: str, choices: Sequence[Json | msgspec.Raw]) -> Json:
         """Body of a complete response."""
         return {
             "id": self.id,
@@ -245,7 +246,7 @@ class ServingRequest(RunningRequest[GenerationStream]):
             return None
         return prompt_logprobs_of(self.generation.prompt_logprobs[prompt_index], width)
 
-    def chat_logprobs(self, choice: ChoiceOutput) -> dict[str, Any] | None:
+    def chat_logprobs(self, choice: ChoiceOutput) -> Json | None:
         """The logprobs object of a complete choice; None if it is not requested. Frees the
         log-probabilities of the choice."""
         if self.params.logprobs is None:

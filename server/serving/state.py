@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from config.engine import EngineConfig
 from config.errors import EngineDied, NotFound, Overloaded, UserError
+from config.json_text import Json
 from config.progress import STARTING
 from config.server import ServerConfig
 from engine.client.base import EngineClient
@@ -87,7 +88,7 @@ class AppState:
     """Start-up stage that is shown until the engine reports its own progress."""
     active_requests: set[RequestTracker[Any]] = field(default_factory=set)
     """Requests in the engine; bounded by the engine client's limits on the queue and the batch."""
-    recent_requests: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=MAX_RECENT))
+    recent_requests: deque[Json] = field(default_factory=lambda: deque(maxlen=MAX_RECENT))
     """Statistics of the latest requests to the engine (see RequestRecord.summary)."""
     engine_restarts: deque[PastRestart] = field(default_factory=lambda: deque(maxlen=MAX_RESTARTS))
     peers: Peers = field(default_factory=Peers)

@@ -21,6 +21,7 @@ from typing import Any, Generic, TypeVar
 from config.error_frames import release_frames
 from config.errors import ConfigError, Overloaded, UserError
 from config.fair_threads import FairThreads
+from config.json_text import Json
 from config.model.json_fields import MAX_JSON_BYTES
 from config.server import RESERVED_VARIABLES
 from config.whole_files import read_limited
@@ -143,8 +144,8 @@ class ChatTemplate:
         self,
         messages: list[Message],
         *,
-        tools: list[dict[str, Any]] | None = None,
-        documents: list[dict[str, Any]] | None = None,
+        tools: list[Json] | None = None,
+        documents: list[Json] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         kwargs: Mapping[str, Any] | None = None,
@@ -219,7 +220,7 @@ class ChatTemplate:
             release_frames(error)
         return True
 
-    def _source(self, template: str | None, tools: list[dict[str, Any]] | None) -> str:
+    def _source(self, template: str | None, tools: list[Json] | None) -> str:
         if template is not None:
             return self._sources.get(template, template)
         if tools is not None and "tool_use" in self._sources:
@@ -280,8 +281,8 @@ class ChatTemplate:
         fields = {name: getattr(request, name) for name in request.__struct_fields__}
         fields["is_marked"] = mark is not None
 
-        def call() -> dict[str, Any]:
-            reply: dict[str, Any] = json.loads(isolation.call(encode_json(fields)))
+        def call() -> Json:
+            reply: Json = json.loads(isolation.call(encode_json(fields)))
             return reply
 
         action, refusal = "rendering the chat template", "the chat template was stopped"

@@ -17,6 +17,7 @@ from typing import Any
 from tokenizers import Tokenizer as Encoder
 
 from config.errors import UserError
+from config.json_text import Json
 from server.text.bounded_encoder import BoundedEncoder
 
 SEARCHED_CHARACTERS = 2**18
@@ -38,7 +39,7 @@ class ControlMarker:
         self._prefixes = {text[:end] for text in breakable for end in range(1, len(text))}
         self._longest = max(map(len, self._control_texts), default=0)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         """Constructor arguments for an equal marker, as JSON fields."""
         return {
             "control_texts": self._control_texts,
@@ -46,7 +47,7 @@ class ControlMarker:
             "mark": self.mark,
         }
 
-    def mark_texts(self, value: Any) -> Any:
+    def mark_texts(self, value: object) -> Any:
         """A copy of messages, tools, or parts of them, with a mark in every control-token text,
         except in keys that are identifiers, because templates read fields by such names. Raises
         UserError for a control-token text that this tokenizer cannot encode as plain text."""

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from config.errors import UserError
+from config.json_text import Json
 from engine.process.isolation import Call, ForkServer, Limits
 from server.text.control_tokens import ControlMarker
 from server.text.template_renderer import MAX_CHARACTERS, Renderer, RenderRequest, TextTooLong
@@ -16,7 +17,7 @@ LIMITS = Limits(cpu_s=1.0, wall_s=1.5, memory_bytes=256 * 2**20, stack_bytes=8 *
 
 def isolated_templates(marker: ControlMarker | None) -> ForkServer:
     """A fork server for request templates. `marker`: marks control tokens in messages."""
-    setup: dict[str, Any] = {"marker": None if marker is None else marker.to_dict()}
+    setup: Json = {"marker": None if marker is None else marker.to_dict()}
     return ForkServer("server.text.isolated_template", json.dumps(setup).encode(), LIMITS)
 
 
@@ -27,11 +28,11 @@ def prepare(setup: bytes) -> Call:
     renderer = Renderer(MAX_CHARACTERS)
 
     def render(payload: bytes) -> bytes:
-        fields: dict[str, Any] = json.loads(payload)
+        fields: Json = json.loads(payload)
         is_marked = fields.pop("is_marked")
         mark = marker.mark_texts if marker is not None and is_marked else None
         try:
-            reply: dict[str, Any] = {"text": renderer.render(RenderRequest(**fields), mark)}
+            reply: Json = {"text": renderer.render(RenderRequest(**fields), mark)}
         except UserError as error:
             reply = {
                 "error": error.message,

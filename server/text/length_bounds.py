@@ -7,6 +7,7 @@ from typing import Any
 from tokenizers import Tokenizer as Encoder
 from tokenizers.models import BPE
 
+from config.json_text import Json
 from server.text.token_bytes import gpt2_alphabet
 
 COMPOSITION = 8
@@ -58,11 +59,11 @@ def token_length_bound(encoder: Encoder) -> TokenLengthBound | None:
     return TokenLengthBound(growth * longest, absent)
 
 
-def _state(part: Any) -> dict[str, Any] | None:
+def _state(part: Any) -> Json | None:
     return None if part is None else json.loads(part.__getstate__())
 
 
-def _steps(state: dict[str, Any] | None, key: str) -> list[dict[str, Any]]:
+def _steps(state: Json | None, key: str) -> list[Json]:
     if state is None:
         return []
     if state["type"] != "Sequence":
@@ -70,7 +71,7 @@ def _steps(state: dict[str, Any] | None, key: str) -> list[dict[str, Any]]:
     return [step for inner in state[key] for step in _steps(inner, key)]
 
 
-def _shrinking(normalizer: dict[str, Any] | None) -> int | None:
+def _shrinking(normalizer: Json | None) -> int | None:
     """Factor by which normalization may shrink a text; None if unknown."""
     factor = 1
     for step in _steps(normalizer, "normalizers"):
@@ -85,7 +86,7 @@ def _shrinking(normalizer: dict[str, Any] | None) -> int | None:
     return factor
 
 
-def _keeps_all(pre_tokenizer: dict[str, Any] | None) -> bool:
+def _keeps_all(pre_tokenizer: Json | None) -> bool:
     return all(
         step["behavior"] != "Removed"
         if step["type"] in ("Split", "Punctuation")
@@ -94,7 +95,7 @@ def _keeps_all(pre_tokenizer: dict[str, Any] | None) -> bool:
     )
 
 
-def _is_byte_level(pre_tokenizer: dict[str, Any] | None) -> bool:
+def _is_byte_level(pre_tokenizer: Json | None) -> bool:
     return any(step["type"] == "ByteLevel" for step in _steps(pre_tokenizer, "pretokenizers"))
 
 

@@ -7,8 +7,9 @@ from hashlib import sha256
 from typing import Any
 
 from config.errors import UserError
+from config.json_text import Json
 
-Message = dict[str, Any]
+Message = Json
 
 IMAGE_PART = {"type": "image"}
 """An image part as templates expect it, without its source."""
@@ -92,7 +93,7 @@ def _part(part: object) -> dict[str, str]:
     return {"type": "text", "text": text}
 
 
-def _read_call(call: dict[str, Any]) -> None:
+def _read_call(call: Json) -> None:
     """Convert the call to a function call with an object as arguments, because templates iterate
     over arguments. The model wrote the arguments and may have been truncated: arguments that are
     not an object become {}. Raises UserError for arguments over MAX_ARGUMENTS_CHARACTERS."""

@@ -14,6 +14,7 @@ from jinja2 import Template
 
 from config.error_frames import release_frames
 from config.errors import UserError
+from config.json_text import Json
 from server.text.long_texts import without_lone_surrogates
 from server.text.messages import (
     Message,
@@ -32,7 +33,7 @@ MAX_COMPILED = 32
 """Maximum number of cached compiled templates: the model's templates, and the latest templates in
 requests."""
 
-_PROBE: dict[str, Any] = {
+_PROBE: Json = {
     "type": "function",
     "function": {
         "name": "probe_5c1e",
@@ -66,9 +67,9 @@ class RenderRequest(msgspec.Struct, frozen=True):
     template: str
     """Source text of the template."""
     messages: list[Message]
-    variables: dict[str, Any]
+    variables: Json
     """Variables from the client: tools, documents and chat_template_kwargs."""
-    builtins: dict[str, Any]
+    builtins: Json
     """Variables from the server: special tokens, add_generation_prompt."""
     continue_final_message: bool = False
     """Whether the prompt ends with the text of the last message."""
@@ -219,7 +220,7 @@ class CompiledTemplate:
                 release_frames(error)
         return self._shows_tools
 
-    def needs_generic_tools(self, messages: list[Message], given: dict[str, Any]) -> bool:
+    def needs_generic_tools(self, messages: list[Message], given: Json) -> bool:
         """Whether to write the tools, calls and results of the request, if any, as text: true if
         the template shows no tools. If the request has only calls and results, a template with
         `tool_calls` renders them itself."""
@@ -251,7 +252,7 @@ class CompiledTemplate:
             )
         return self._formats[role]
 
-    def _try(self, role: str, content: object, before: Sequence[dict[str, Any]] = ()) -> str:
+    def _try(self, role: str, content: object, before: Sequence[Json] = ()) -> str:
         """The prompt with a message of `role`; empty if the template rejects it."""
         if role not in ("system", "user"):
             before = [{"role": "user", "content": "x"}]

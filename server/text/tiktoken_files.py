@@ -8,7 +8,8 @@ from pathlib import Path
 
 from config.checkpoint.gguf_tokenizer import LLAMA3_SPLIT, byte_alphabet, check_pairs
 from config.errors import ConfigError
-from config.model.json_fields import Json, shown
+from config.json_text import Json
+from config.model.json_fields import shown
 
 VOCABULARY = "tokenizer.model"
 SPLITS = {"ChatGLM4Tokenizer": LLAMA3_SPLIT}

@@ -7,7 +7,6 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Encoder
@@ -21,7 +20,8 @@ from config.checkpoint.tokenizer_bounds import (
 )
 from config.child_command import running
 from config.errors import ConfigError
-from config.model.json_fields import MAX_JSON_BYTES, Json, shown
+from config.json_text import Json
+from config.model.json_fields import MAX_JSON_BYTES, shown
 from config.model.special_tokens import read_object, special_tokens, token_text
 from config.native import NativePanic, panics_as_errors
 from config.owned_directory import OwnedDirectory
@@ -124,7 +124,7 @@ def tokenizer_folder(path: str, cache_dir: Path, report: Report = unreported) ->
     return _converted(folder, cache_dir, report)
 
 
-def _mark_special(encoder: Encoder, config: dict[str, Any], named: dict[str, str]) -> None:
+def _mark_special(encoder: Encoder, config: Json, named: dict[str, str]) -> None:
     """Mark tokens as special that only the configuration lists as special, and add tokens that only
     the configuration lists, if their ids follow the vocabulary."""
     known = {token.content: token for token in encoder.get_added_tokens_decoder().values()}
@@ -152,7 +152,7 @@ def _mark_special(encoder: Encoder, config: dict[str, Any], named: dict[str, str
     )
 
 
-def _chat_template(folder: Path, config: dict[str, Any]) -> str | dict[str, str] | None:
+def _chat_template(folder: Path, config: Json) -> str | dict[str, str] | None:
     """The chat template, or several templates by name. For each name, the first of these sources
     with a template of this name is used:
 

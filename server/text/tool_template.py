@@ -4,6 +4,7 @@ rendered as text of ordinary messages, in the format that the `hermes` parser re
 from collections.abc import Callable
 from typing import Any
 
+from config.json_text import Json
 from server.text.messages import Message, joined_contents
 
 INSTRUCTIONS = """\
@@ -30,7 +31,7 @@ def has_tool_messages(messages: list[Message]) -> bool:
 
 def with_tools_as_text(
     messages: list[Message],
-    tools: list[dict[str, Any]] | None,
+    tools: list[Json] | None,
     *,
     takes_system: bool,
     to_json: JsonWriter,
@@ -72,7 +73,7 @@ def with_tools_as_text(
     return [{**first, "content": joined_contents(f"{text}\n\n", first["content"])}, *rest]
 
 
-def _tool_text(tool: dict[str, Any], to_json: JsonWriter) -> str:
+def _tool_text(tool: Json, to_json: JsonWriter) -> str:
     # `strict` is for the server, which enforces it.
     function = {name: value for name, value in tool["function"].items() if name != "strict"}
     return to_json({"type": "function", "function": function})

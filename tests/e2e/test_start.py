@@ -19,6 +19,7 @@ from tiny_models import make_tiny
 from waits import WAIT_S, wait_for
 
 from config.checkpoint.resolve import resolve
+from config.engine import EngineConfig
 from config.version import VERSION
 from hpu.native.library import kernel_folder
 
@@ -33,7 +34,7 @@ def source(tmp_path: Path) -> Path:
 @pytest.fixture
 def lock(source: Path, tmp_path: Path) -> Iterator[IO[str]]:
     """The conversion lock of `source`, acquired, so that the server waits for the conversion."""
-    folder = resolve(str(source), cache_dir=str(tmp_path / "cache"), progress=False)
+    folder = resolve(EngineConfig(str(source), cache_dir=str(tmp_path / "cache")), progress=False)
     shutil.rmtree(folder)
     with open(f"{folder}.lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

@@ -1,7 +1,8 @@
 """CoreRig: a real EngineCore with a FakeExecutor, a ledger of its messages, and a clock that
-advances by a millisecond at each read."""
+advances by a millisecond at each read. CoreSettings: the settings of a CoreRig."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from fake_executor import FakeExecutor, NextToken, worker_ready
 from slow_model import Ledger, expected_output, hashed_token, raw
@@ -24,116 +25,137 @@ from hpu.protocol import (
     ImagePlacement,
     OffloadFacts,
     StepPlan,
+    WorkerReady,
 )
 
 MAX_STEPS = 5000
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoreSettings:
+    """Settings of a CoreRig. By default, its cache and its batches are small."""
+
+    num_blocks: int = 64
+    block_size: int = 4
+    max_model_len: int = 64
+    max_num_seqs: int = 4
+    budget: int = 32
+    """Tokens per step."""
+    depth: int = 2
+    """Steps in flight."""
+    policy: str = "fcfs"
+    max_queue_len: int = 1000
+    max_prefill_batch: int = 4
+    prefix_caching: bool = True
+    contiguous: bool = False
+    defrag_threshold: int = 2
+    widest_decode: int | None = None
+    """Number of blocks of the largest prepared decode, if smaller than in the table."""
+    buckets: str = "exact"
+    on_unwarmed: str = "run"
+    prepared: list[tuple[int, int, int, int]] | None = None
+    """Prepared buckets; None: all buckets of the table."""
+    num_deferred: int = 0
+    vocab_size: int = 50
+    max_tokens_per_step: int = 1
+    prefill_launch_tokens: int = 0
+    encoder_cache_tokens: int = 0
+    whole_images: bool = False
+    request_tiles: int = 0
+    host_slots: int = 0
+    max_files: int = 0
+    swaps_only: bool = False
+    load_s: float = 0.0
+    fair_share: bool = False
+    max_ttft_s: float = 0.0
+    num_scheduler_steps: int = 1
+    enable_chunked_prefill: bool = True
+
+    def ready(self) -> WorkerReady:
+        """The report of the rig's worker."""
+        ready = worker_ready(
+            num_blocks=self.num_blocks,
+            block_size=self.block_size,
+            max_model_len=self.max_model_len,
+            contiguous=self.contiguous,
+            vocab_size=self.vocab_size,
+            encoder_cache_tokens=self.encoder_cache_tokens,
+            whole_images=self.whole_images,
+            request_tiles=self.request_tiles,
+        )
+        ready.num_deferred = self.num_deferred
+        ready.max_tokens_per_step = self.max_tokens_per_step
+        ready.prefill_launch_tokens = self.prefill_launch_tokens
+        if self.host_slots:
+            ready.offload = OffloadFacts(self.host_slots, self.load_s, self.max_files, b"")
+        return ready
+
+    def config(self) -> EngineConfig:
+        offload = OffloadConfig()
+        if self.host_slots:
+            size = 0.0 if self.swaps_only else 1.0
+            offload = OffloadConfig(swap_space=1.0, kv_offloading_size=size)
+        return EngineConfig(
+            model="none",
+            scheduler=SchedulerConfig(
+                max_num_seqs=self.max_num_seqs,
+                max_num_batched_tokens=self.budget,
+                max_prefill_batch=self.max_prefill_batch,
+                policy=self.policy,
+                max_inflight_steps=self.depth,
+                max_queue_len=self.max_queue_len,
+                fair_share=self.fair_share,
+                max_ttft_s=self.max_ttft_s,
+                num_scheduler_steps=self.num_scheduler_steps,
+                enable_chunked_prefill=self.enable_chunked_prefill,
+            ),
+            cache=CacheConfig(enable_prefix_caching=self.prefix_caching),
+            offload=offload,
+            speculation=SpeculationConfig(
+                speculative_model="[ngram]" if self.max_tokens_per_step > 1 else None,
+                num_speculative_tokens=self.max_tokens_per_step - 1 or None,
+            ),
+            execution=ExecutionConfig(defrag_threshold=self.defrag_threshold),
+            warmup=WarmupConfig(on_unwarmed_shape=self.on_unwarmed),
+        )
+
+    def table(self) -> BucketTable:
+        limits = BucketLimits(
+            self.block_size,
+            self.max_model_len,
+            self.max_num_seqs,
+            self.budget,
+            self.max_prefill_batch,
+            self.num_blocks,
+            self.prefix_caching,
+            chunked_prefill=self.enable_chunked_prefill,
+        )
+        table = BucketTable.make(BucketConfig(strategy=self.buckets), limits)
+        if self.prepared is not None:
+            table.restrict(self.prepared)
+        if (widest := self.widest_decode) is not None:
+            table.restrict([b for b in table.buckets if b[0] == PREFILL or b[3] <= widest])
+        return table
+
+
+SMALL = CoreSettings()
 
 
 class CoreRig:
     """An engine without processes. Checks the invariants after every step."""
 
     def __init__(
-        self,
-        *,
-        num_blocks: int = 64,
-        block_size: int = 4,
-        max_model_len: int = 64,
-        max_num_seqs: int = 4,
-        budget: int = 32,
-        depth: int = 2,
-        policy: str = "fcfs",
-        max_queue_len: int = 1000,
-        max_prefill_batch: int = 4,
-        prefix_caching: bool = True,
-        contiguous: bool = False,
-        defrag_threshold: int = 2,
-        widest_decode: int | None = None,
-        buckets: str = "exact",
-        on_unwarmed: str = "run",
-        prepared: list[tuple[int, int, int, int]] | None = None,
-        num_deferred: int = 0,
-        vocab_size: int = 50,
-        next_token: NextToken | None = None,
-        early_every: int = 0,
-        max_tokens_per_step: int = 1,
-        prefill_launch_tokens: int = 0,
-        encoder_cache_tokens: int = 0,
-        whole_images: bool = False,
-        request_tiles: int = 0,
-        host_slots: int = 0,
-        max_files: int = 0,
-        swaps_only: bool = False,
-        load_s: float = 0.0,
-        fair_share: bool = False,
-        max_ttft_s: float = 0.0,
-        num_scheduler_steps: int = 1,
-        enable_chunked_prefill: bool = True,
+        self, settings: CoreSettings = SMALL, *, next_token: NextToken | None = None
     ) -> None:
-        """`widest_decode`: number of blocks of the largest prepared decode, if smaller than in the
-        table."""
-        self.ready = worker_ready(
-            num_blocks=num_blocks,
-            block_size=block_size,
-            max_model_len=max_model_len,
-            contiguous=contiguous,
-            vocab_size=vocab_size,
-            encoder_cache_tokens=encoder_cache_tokens,
-            whole_images=whole_images,
-            request_tiles=request_tiles,
-        )
-        self.budget = budget
-        self.ready.num_deferred = num_deferred
-        self.ready.max_tokens_per_step = max_tokens_per_step
-        self.ready.prefill_launch_tokens = prefill_launch_tokens
-        offload = OffloadConfig()
-        if host_slots:
-            self.ready.offload = OffloadFacts(host_slots, load_s, max_files, b"")
-            offload = OffloadConfig(swap_space=1.0, kv_offloading_size=0.0 if swaps_only else 1.0)
-        schedule = SchedulerConfig(
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=budget,
-            max_prefill_batch=max_prefill_batch,
-            policy=policy,
-            max_inflight_steps=depth,
-            max_queue_len=max_queue_len,
-            fair_share=fair_share,
-            max_ttft_s=max_ttft_s,
-            num_scheduler_steps=num_scheduler_steps,
-            enable_chunked_prefill=enable_chunked_prefill,
-        )
-        config = EngineConfig(
-            model="none",
-            scheduler=schedule,
-            cache=CacheConfig(enable_prefix_caching=prefix_caching),
-            offload=offload,
-            speculation=SpeculationConfig(
-                speculative_model="[ngram]" if max_tokens_per_step > 1 else None,
-                num_speculative_tokens=max_tokens_per_step - 1 or None,
-            ),
-            execution=ExecutionConfig(defrag_threshold=defrag_threshold),
-            warmup=WarmupConfig(on_unwarmed_shape=on_unwarmed),
-        )
-        limits = BucketLimits(
-            block_size,
-            max_model_len,
-            max_num_seqs,
-            budget,
-            max_prefill_batch,
-            num_blocks,
-            prefix_caching,
-            chunked_prefill=enable_chunked_prefill,
-        )
-        table = BucketTable.make(BucketConfig(strategy=buckets), limits)
-        if prepared is not None:
-            table.restrict(prepared)
-        if widest_decode is not None:
-            table.restrict([b for b in table.buckets if b[0] == PREFILL or b[3] <= widest_decode])
+        """`next_token`: None for `hashed_token`."""
+        self.ready = settings.ready()
+        self.budget = settings.budget
+        table = settings.table()
         self.next_token = next_token or hashed_token(self.ready.vocab_size)
-        self.executor = FakeExecutor(self.ready, max_num_seqs, self.next_token)
+        self.executor = FakeExecutor(self.ready, settings.max_num_seqs, self.next_token)
         self.executor.table = table
-        self.executor.early_every = early_every
         self.now = 0.0
-        self.core = build_core(config, self.executor, self.ready, table, self._clock)
+        self.core = build_core(settings.config(), self.executor, self.ready, table, self._clock)
         self.ledger = Ledger()
         self.asked: dict[int, tuple[list[int], SamplingParams]] = {}
         self.grammars: dict[int, Grammar] = {}

@@ -10,6 +10,7 @@ from gguf import GGUFReader
 
 from config.checkpoint.demo import fetch_demo
 from config.checkpoint.resolve import resolve
+from config.engine import EngineConfig
 from config.errors import ConfigError
 
 
@@ -25,7 +26,7 @@ def demo_gguf() -> str:
 @functools.cache
 def demo_folder(dtype: str = "bfloat16") -> str:
     """The demo model as a Hugging Face folder, converted to `dtype`."""
-    return resolve(demo_gguf(), dtype=dtype, progress=False)
+    return resolve(EngineConfig(demo_gguf(), dtype=dtype), progress=False)
 
 
 @functools.cache

@@ -3,11 +3,19 @@
 import random
 
 import numpy as np
+import torch
 
+from hpu.backends.cpu import CpuBackend
 from hpu.protocol import RequestSampling
 
 WORD_TOKENS = 4
 """Bad words consist of the first few tokens, so that their prefixes occur."""
+
+
+class Float32Sums(CpuBackend):
+    """CpuBackend that sums in float32, as a card does."""
+
+    sum_dtype = torch.float32
 
 
 def random_sampling(rng: random.Random, vocab_size: int) -> RequestSampling:

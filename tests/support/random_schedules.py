@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from core_rig import CoreRig
+from core_rig import CoreRig, CoreSettings
 from hypothesis import settings
 from hypothesis import strategies as st
 
@@ -81,19 +81,18 @@ def random_move(rng: random.Random) -> Move:
     return "reset"
 
 
-rigs = st.fixed_dictionaries(
-    {
-        "num_blocks": st.sampled_from([16, 17, 18, 22, 30, 60]),
-        "max_num_seqs": st.sampled_from([9, 5, 2, 1]),
-        "budget": st.sampled_from([9, 16, 40, 200]),
-        "depth": st.integers(1, 2),
-        "policy": st.sampled_from(["fcfs", "priority"]),
-        "prefix_caching": st.sampled_from([True, True, True, False]),
-        "buckets": st.sampled_from(["exact", "exponential", "linear"]),
-        "max_prefill_batch": st.sampled_from([1, 3]),
-        "prefill_launch_tokens": st.sampled_from([0, 0, 6, 20]),
-        "num_scheduler_steps": st.sampled_from([1, 1, 2, 3, 8]),
-    }
+rigs = st.builds(
+    CoreSettings,
+    num_blocks=st.sampled_from([16, 17, 18, 22, 30, 60]),
+    max_num_seqs=st.sampled_from([9, 5, 2, 1]),
+    budget=st.sampled_from([9, 16, 40, 200]),
+    depth=st.integers(1, 2),
+    policy=st.sampled_from(["fcfs", "priority"]),
+    prefix_caching=st.sampled_from([True, True, True, False]),
+    buckets=st.sampled_from(["exact", "exponential", "linear"]),
+    max_prefill_batch=st.sampled_from([1, 3]),
+    prefill_launch_tokens=st.sampled_from([0, 0, 6, 20]),
+    num_scheduler_steps=st.sampled_from([1, 1, 2, 3, 8]),
 )
 
 

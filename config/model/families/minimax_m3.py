@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from config.errors import ConfigError
+from config.json_text import Json
 from config.model.decoder_spec import (
     ClampedSwiGLU,
     DecoderSpec,
@@ -15,7 +16,7 @@ from config.model.decoder_spec import (
     uniform_layers,
 )
 from config.model.families.moe import EXPERT_LAYERS, listed_expert_layers
-from config.model.json_fields import Fields, Json, shown
+from config.model.json_fields import Fields, shown
 from config.model.model_config import ModelConfig
 from config.model.moe import MoEFields
 

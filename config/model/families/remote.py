@@ -5,9 +5,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from config.errors import ConfigError
+from config.json_text import Json
 from config.model.decoder_spec import DecoderSpec, Family, uniform_layers, without_rope
 from config.model.families.dense import llama
-from config.model.json_fields import Fields, Json
+from config.model.json_fields import Fields
 from config.model.model_config import DEFAULT_THETA, ModelConfig
 
 _BAICHUAN2_VOCAB = 125696

@@ -7,8 +7,9 @@ from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from config.expressions import START, Expressions
+from config.json_text import Json
 from config.kinds import Kinds
-from config.model.json_fields import Fields, Json
+from config.model.json_fields import Fields
 
 EXPRESSION = "re:"
 """Prefix of regular expressions in lists of module names."""

@@ -4,7 +4,6 @@ _quant_common/quant_config.py of fp8_quant in intel/neural-compressor."""
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from config.errors import ConfigError
 from config.json_text import json_problem, parse_json
@@ -107,5 +106,5 @@ def read_quant_config(path: str | None) -> QuantConfig:
     )
 
 
-def _is_true(value: Any) -> bool:
+def _is_true(value: object) -> bool:
     return str(value).lower() == "true"

@@ -2,7 +2,8 @@
 
 import re
 
-from config.model.json_fields import Fields, Json
+from config.json_text import Json
+from config.model.json_fields import Fields
 from config.model.quantization.base import EXPRESSION, QuantizationConfig, QuantizationFormat, Rule
 from config.model.quantization.fields import KV_SCALES, choice, module_names
 from config.model.quantization.fp8 import fp8_scheme, mxfp8_scheme

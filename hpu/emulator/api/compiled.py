@@ -110,7 +110,7 @@ def register(backend: CompilerFn) -> Callable[[], None]:
     by_type = builder.VariableBuilder._type_dispatch()
     infer = builder.infer_subclass_type
 
-    def infer_subclass_type(value: Any) -> Any:
+    def infer_subclass_type(value: object) -> Any:
         return None if isinstance(value, HpuTensor) else infer(value)
 
     by_type[HpuTensor] = builder.VariableBuilder.wrap_tensor
@@ -194,7 +194,7 @@ def _write_in_place(graph: GraphModule) -> None:
     graph.recompile()
 
 
-def _may_write(target: Any, written: Any, copy: Node) -> bool:
+def _may_write(target: Any, written: object, copy: Node) -> bool:
     """Whether `written` is an index_copy on `target`, and only `copy` uses `target` after it."""
     if not (isinstance(written, Node) and written.target is INDEX_COPY):
         return False

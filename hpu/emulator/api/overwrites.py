@@ -210,7 +210,7 @@ def _placed(value: object, place: str | torch.device | Callable[..., object]) ->
     return value
 
 
-def _moved(value: Any, known: dict[int, tuple[Tensor, Tensor]]) -> Any:
+def _moved(value: object, known: dict[int, tuple[Tensor, Tensor]]) -> Any:
     """`value` with its tensors and modules moved to the card, as torch.load does in eager mode;
     dicts are changed in place. `known`: id of a tensor -> (tensor, its copy on the card), so that a
     tensor that occurs twice is copied once."""

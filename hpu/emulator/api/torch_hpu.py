@@ -28,7 +28,7 @@ class Api:
         self._device = device
         self._default = CardStream(device, device.stream_state, 0)
         self._current = CurrentStream(device, self._default, is_lazy=device.is_lazy)
-        device.current_stream = self._current.get
+        device.current_state = lambda: self._current.get().stream_state
         device.on_default_stream = lambda: self._current.use(self._default)
         self._capture_stream: CardStream | None = None
         self._recomputes = True
@@ -215,15 +215,15 @@ class Api:
     def Event(self, enable_timing: bool = False) -> CardEvent:
         return CardEvent(self._device, enable_timing)
 
-    def Stream(self, device: Any = None, priority: int = 0) -> CardStream:
+    def Stream(self, device: object = None, priority: int = 0) -> CardStream:
         """Acquires the card (the bridge's torch/hpu/streams.py)."""
         self._device.acquisition.touch()
         return CardStream(self._device, self._device.new_stream(), priority)
 
-    def current_stream(self, device: Any = None) -> CardStream:
+    def current_stream(self, device: object = None) -> CardStream:
         return self._current.get()
 
-    def default_stream(self, device: Any = None) -> CardStream:
+    def default_stream(self, device: object = None) -> CardStream:
         return self._default
 
     def set_stream(self, stream: CardStream | None) -> None:

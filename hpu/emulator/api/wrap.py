@@ -31,7 +31,7 @@ class _CapturedGraph:
     def static_outputs(self) -> Any:
         """The outputs, readable until the next replay."""
 
-        def limited(leaf: Any) -> Any:
+        def limited(leaf: object) -> Any:
             if not isinstance(leaf, HpuTensor) or any(leaf is given for given in self.inputs):
                 return leaf
             until = OutputLifetime(self.replays, self.replays.value)
@@ -270,7 +270,7 @@ def make_graphed(
     return function
 
 
-def graph_key(value: Any, autocast: bool) -> object:
+def graph_key(value: object, autocast: bool) -> object:
     """The vendor's cache key: tensors by (shape, layout, autocast), not by dtype, values or device;
     containers by item; other values by their Python hash, so that another int is a new key. Raises
     TypeError for a value without a hash."""
@@ -317,7 +317,7 @@ def types_of(value: object) -> object:
     return type(value)
 
 
-def outline(value: Any) -> object:
+def outline(value: object) -> object:
     """The key without numbers and objects. Two keys with equal outlines differ only in such values,
     which tend to change from step to step."""
     if isinstance(value, Tensor):
@@ -331,7 +331,7 @@ def outline(value: Any) -> object:
     return type(value).__name__
 
 
-def visible_tensors(value: Any) -> Iterator[Tensor]:
+def visible_tensors(value: object) -> Iterator[Tensor]:
     """The tensors that a captured graph takes as inputs, in the key's order. Tensors inside other
     objects are not inputs: they become constants of the graph."""
     if isinstance(value, Tensor):

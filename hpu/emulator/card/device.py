@@ -19,7 +19,7 @@ from hpu.emulator.card.compile_only import CompileOnly
 from hpu.emulator.card.counters import EmulatorCounters
 from hpu.emulator.card.memory import Allocation, Memory
 from hpu.emulator.card.recipes import Recipes, Segment
-from hpu.emulator.card.streams import CardStream, LaunchClock, StreamClock, StreamState
+from hpu.emulator.card.stream_order import LaunchClock, StreamClock, StreamState
 from hpu.emulator.card.tensor import (
     HpuTensor,
     Lifetime,
@@ -167,9 +167,8 @@ class EmulatedDevice:
         self._default_stream = StreamState(self.clock)
         self._streams = threading.local()
         """The current stream of each thread, like in the runtime."""
-        self.current_stream: Callable[[], CardStream] = lambda: CardStream(
-            self, self.stream_state, 0
-        )
+        self.current_state: Callable[[], StreamState] = lambda: self.stream_state
+        """State of the current stream as the runtime's Python code finds it."""
         self.on_default_stream: Callable[[], AbstractContextManager[None]] = nullcontext
         """Context in which the default stream is the current stream."""
         self.pinned: set[int] = set()
@@ -609,7 +608,7 @@ class EmulatedDevice:
                 largest = max(largest, out.host.numel() * out.host.element_size())
         self.segment.add(name, parts, largest)
 
-    def _describe(self, value: Any) -> object:
+    def _describe(self, value: object) -> object:
         if type(value) in SCALARS:
             return value
         if isinstance(value, HpuTensor):
@@ -637,7 +636,7 @@ class EmulatedDevice:
         known = {id(tensor.host): tensor for tensor in given}
         storages = {storage_of(tensor.host): tensor for tensor in given}
 
-        def wrap(value: Any) -> Any:
+        def wrap(value: object) -> Any:
             if not isinstance(value, Tensor):
                 return value
             rules.check_dtype(value, op.name)
@@ -901,7 +900,7 @@ def _check_devices(name: str, given: list[Tensor]) -> None:
 
 
 def _unwrap(value: Any, clones_host: bool = False) -> Any:
-    def change(leaf: Any) -> Any:
+    def change(leaf: object) -> Any:
         if isinstance(leaf, HpuTensor):
             return leaf.host
         if clones_host and isinstance(leaf, Tensor):

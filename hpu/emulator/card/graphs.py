@@ -20,7 +20,7 @@ from torch import Tensor
 from hpu.emulator.card import rules
 from hpu.emulator.card.device import EmulatedDevice
 from hpu.emulator.card.memory import Allocation
-from hpu.emulator.card.streams import StreamState
+from hpu.emulator.card.stream_order import StreamState
 from hpu.emulator.card.tensor import HpuTensor, device_tensors, map_leaves, storage_of, tensors_in
 from hpu.emulator.card.work_queue import fill_with_garbage
 
@@ -540,7 +540,7 @@ class HPUGraph:
         return fresh
 
     def _slots(self, value: Any) -> Any:
-        def change(leaf: Any) -> Any:
+        def change(leaf: object) -> Any:
             return Slot(self._slot_number(leaf)) if isinstance(leaf, Tensor) else leaf
 
         return map_leaves(change, value)

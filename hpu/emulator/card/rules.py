@@ -356,7 +356,7 @@ def _handler(func: Any) -> Handler | None:
     return OTHER_HANDLERS.get(name)
 
 
-def _matmul_into(func: Any, args: Arguments, kwargs: Keywords, report: Report) -> Tensor:
+def _matmul_into(func: object, args: Arguments, kwargs: Keywords, report: Report) -> Tensor:
     """Matmul in the dtype of `out`, without rounding the result to the dtype of the inputs:
     vllm-gaudi computes float32 scores of bfloat16 queries and keys this way (flat_pa in
     vllm_gaudi/extension/ops.py)."""
@@ -561,7 +561,7 @@ def _last_extreme(name: str, func: Any, args: Arguments, kwargs: Keywords, repor
     return index
 
 
-def _one_hot(func: Any, args: Arguments, kwargs: Keywords, report: Report) -> Tensor:
+def _one_hot(func: object, args: Arguments, kwargs: Keywords, report: Report) -> Tensor:
     """One-hot encoding, with zeros for an index out of range. Raises RuntimeError without the
     number of classes."""
     index = args[0]

@@ -1,4 +1,4 @@
-"""Streams and events of the emulated card, and checks of the order between streams.
+"""Streams and events of the emulated card.
 
 The default stream runs its work immediately. Copies to the host on another stream read their source
 only when the host or another stream waits for them, which is the latest time on a real card, so a
@@ -7,215 +7,18 @@ missing wait becomes visible in the data.
 
 import threading
 import time
-import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
-from hpu.emulator.card.acquisition import Acquisition
-from hpu.emulator.card.memory import Allocation
-from hpu.emulator.card.tensor import DEVICE, HpuTensor
-from hpu.emulator.card.work_queue import WorkQueue
-
-ReportMisuse = Callable[[str, str, str], None]
-
-
-Times = dict[int, int]
-"""Stream key -> time up to which the stream's work is known to be done."""
-
-
-class StreamClock:
-    """Numbers the operations of all streams."""
-
-    def __init__(self) -> None:
-        self.now = 0
-        self.done: Times = {}
-        """Work of each stream for which the host has waited."""
-        self._num_streams = 0
-
-    def new_stream(self) -> int:
-        """Key of a new stream; 0: the default stream."""
-        self._num_streams += 1
-        return self._num_streams - 1
-
-    def finish_all(self) -> None:
-        """Record that the host has waited for all streams."""
-        self.done = dict.fromkeys(range(self._num_streams), self.now)
-
-    def is_done(self, times: Times) -> bool:
-        """Whether the host has waited for the work of each stream up to its time."""
-        return all(at <= self.done.get(key, 0) for key, at in times.items())
-
-
-def merge(times: Times, other: Times) -> None:
-    """Raise each time in `times` to the time in `other`."""
-    for key, time_ in other.items():
-        if time_ > times.get(key, 0):
-            times[key] = time_
-
-
-class LaunchClock:
-    """Counts the launches, and the launches that the host has waited for.
-
-    A launch is registered with the storages that it reads and writes, and a copy from the host to
-    such a storage waits for it (HabanaAI/gaudi-pytorch-bridge, backend/kernel/hpu_habana_cache.cpp,
-    RecipeLauncher::Launch). A launch counts as running until the host has waited for it, which is
-    the latest end that a real card could have.
-    """
-
-    def __init__(self, submit_s: float = 0.0) -> None:
-        """`submit_s`: seconds that a thread of the runtime takes to submit a launch."""
-        self.launched = 0
-        self._done = 0
-        self._submit_s = submit_s
-        self._joined = 0
-        self._submitted_at = 0.0
-        """Time at which all launches are submitted (time.monotonic)."""
-
-    def use(self, allocation: Allocation) -> None:
-        """Record that the next launch reads or writes a storage."""
-        allocation.last_launch = self.launched + 1
-
-    def read(self, allocation: Allocation) -> None:
-        """Record that an operation of the next launch reads a storage."""
-        allocation.read_by = self.launched + 1
-
-    def write(self, allocation: Allocation) -> None:
-        """Record that an operation of the next launch writes a storage."""
-        allocation.written_by = self.launched + 1
-
-    def is_read_next(self, allocation: Allocation) -> bool:
-        """Whether the next launch reads a storage."""
-        return allocation.read_by > self.launched
-
-    def is_written_next(self, allocation: Allocation) -> bool:
-        """Whether the next launch writes a storage."""
-        return allocation.written_by > self.launched
-
-    def launch(self) -> None:
-        self.launched += 1
-        if self._submit_s:
-            self._submitted_at = max(self._submitted_at, time.monotonic()) + self._submit_s
-
-    def join(self) -> bool:
-        """Wait until all launches are submitted. Returns whether there were launches since the last
-        call."""
-        pending = self.launched > self._joined
-        self._joined = self.launched
-        if (left := self._submitted_at - time.monotonic()) > 0:
-            time.sleep(left)
-        return pending
-
-    def finish(self, number: int) -> None:
-        """Record that launch `number` and all earlier launches are done."""
-        self._done = max(self._done, number)
-
-    def is_in_use(self, allocation: Allocation) -> bool:
-        """Whether a running launch reads or writes a storage."""
-        return allocation.last_launch > self._done
-
-
-class StreamState:
-    """Order of a stream relative to the other streams: the work that it has waited for. Key 0 is
-    the default stream."""
-
-    def __init__(self, clock: StreamClock) -> None:
-        self._clock = clock
-        self._key = clock.new_stream()
-        self._waited: Times = {}
-
-    @property
-    def key(self) -> int:
-        return self._key
-
-    @property
-    def is_default(self) -> bool:
-        return self._key == 0
-
-    @property
-    def seen(self) -> Times:
-        """Work that precedes this stream's next operation: the time of each stream."""
-        return {**self._waited, self._key: self._clock.now}
-
-    def wait_for(self, seen: Times) -> None:
-        merge(self._waited, seen)
-
-    def use(
-        self,
-        reads: Iterable[Allocation],
-        writes: Collection[Allocation],
-        op: str,
-        misuse: ReportMisuse,
-    ) -> None:
-        """Record an operation of this stream. Reports a read of what another stream wrote, or a
-        write to what another stream reads or wrote, if neither this stream nor the host has waited
-        for the other stream."""
-        for used in (*reads, *writes):
-            if not self._is_after(used.last_writer, used.last_write):
-                other = "the default stream" if used.last_writer == 0 else "another stream"
-                text = f"a stream uses what {other} wrote, without waiting for its event"
-                misuse("stream_order", text, op)
-                break
-        for written in writes:
-            if not all(self._is_after(key, at) for key, at in written.last_reads.items()):
-                text = "a stream writes what another stream reads, without waiting for its event"
-                misuse("stream_overwritten", text, op)
-                break
-        self._clock.now += 1
-        for used in reads:
-            used.last_reads[self._key] = self._clock.now
-        for written in writes:
-            written.last_reads.clear()
-            self.note_write(written)
-
-    def note_write(self, allocation: Allocation) -> None:
-        """Record a write without checks."""
-        allocation.last_write, allocation.last_writer = self._clock.now, self._key
-
-    def _is_after(self, key: int, at: int) -> bool:
-        """Whether this stream's next operation comes after work of stream `key` at time `at`."""
-        return key == self._key or at <= max(self._waited.get(key, 0), self._clock.done.get(key, 0))
-
-    def deferred_check(
-        self, source: HpuTensor, op: str, misuse: ReportMisuse
-    ) -> Callable[[], bool]:
-        """A function to call when a copy on this stream runs: whether `source` still exists. It
-        reports a freed source as a misuse."""
-        allocation = weakref.ref(source.allocation)
-
-        def is_valid() -> bool:
-            found = allocation()
-            if found is None:
-                misuse("stream_freed", "the source was freed before another stream copied it", op)
-            return found is not None
-
-        return is_valid
-
-
-class StreamCard(Protocol):
-    """The part of the device that streams and events use."""
-
-    acquisition: Acquisition
-    queue: WorkQueue
-    clock: StreamClock
-    launches: LaunchClock
-    stream_state: StreamState
-
-    current_stream: Callable[[], "CardStream"]
-
-    def is_lazy(self) -> bool: ...
-
-    def close_segment(self) -> None: ...
-
-    def count_event_wait(self) -> None: ...
-
-    def has_fault(self, name: str) -> bool: ...
+from hpu.emulator.card.device import EmulatedDevice
+from hpu.emulator.card.stream_order import StreamState, Times, merge
+from hpu.emulator.card.tensor import DEVICE
 
 
 class CardEvent:
     """A point in a stream; `elapsed_time` is host time in milliseconds."""
 
-    def __init__(self, device: StreamCard, enable_timing: bool) -> None:
+    def __init__(self, device: EmulatedDevice, enable_timing: bool) -> None:
         self._device = device
         self._timed = enable_timing
         self._state: StreamState | None = None
@@ -228,7 +31,7 @@ class CardEvent:
         """Record the event. Like in the runtime, this ends the segment only in the current stream
         (the bridge's HPUEvent.cpp)."""
         self._device.acquisition.touch()
-        self._state = (stream or self._device.current_stream()).stream_state
+        self._state = self._state_of(stream)
         if self._state is self._device.stream_state:
             self._device.close_segment()
         self._position = self._device.queue.position()
@@ -240,7 +43,7 @@ class CardEvent:
     def wait(self, stream: "CardStream | None" = None) -> None:
         """Make `stream` wait, not the host. Copies before the event read their sources before that
         stream continues."""
-        (stream or self._device.current_stream()).stream_state.wait_for(self.seen)
+        self._state_of(stream).wait_for(self.seen)
         if self._state:
             self._device.queue.read_until(self._position, self._state)
 
@@ -265,6 +68,9 @@ class CardEvent:
             return -1.0
         return (end._moment_s - self._moment_s) * 1e3
 
+    def _state_of(self, stream: "CardStream | None") -> StreamState:
+        return stream.stream_state if stream else self._device.current_state()
+
     def _complete(self) -> None:
         if self._state is None:
             return
@@ -277,7 +83,7 @@ class CardEvent:
 class CardStream:
     """A stream of the card."""
 
-    def __init__(self, device: StreamCard, stream_state: StreamState, priority: int) -> None:
+    def __init__(self, device: EmulatedDevice, stream_state: StreamState, priority: int) -> None:
         self._device = device
         self.stream_state = stream_state
         self.priority = priority
@@ -327,7 +133,7 @@ class CurrentStream:
     """
 
     def __init__(
-        self, device: StreamCard, default: CardStream, *, is_lazy: Callable[[], bool]
+        self, device: EmulatedDevice, default: CardStream, *, is_lazy: Callable[[], bool]
     ) -> None:
         self._device = device
         self._default = default

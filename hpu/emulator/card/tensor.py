@@ -88,7 +88,7 @@ class HpuTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch calls it with the op first
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+        cls, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
         given = tensors_in((args, kwargs))
@@ -155,7 +155,7 @@ class HpuTensor(Tensor):
             return
         set_item(self, key, value)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # untyped there
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]  # untyped there
         return repr(self.cpu()).replace("tensor(", "tensor(device='hpu:0', ", 1)
 
     def data_ptr(self) -> int:
@@ -202,7 +202,7 @@ def storage_of(tensor: Tensor) -> int:
     return identity
 
 
-def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
+def map_leaves(change: Callable[[Any], Any], value: object) -> Any:
     """`value` with `change` applied to everything in nested lists, tuples and dicts except
     CONSTANTS."""
     if type(value) in CONSTANTS:
@@ -217,7 +217,7 @@ def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
     return change(value)
 
 
-def is_hpu(device: Any) -> bool:
+def is_hpu(device: object) -> bool:
     """Whether a device or a string is of type `hpu`; False for other values."""
     if isinstance(device, torch.device):
         return device.type == "hpu"
@@ -315,7 +315,7 @@ def _view(tensor: Tensor, key: Any, *, uploads: bool = True) -> tuple[Tensor, li
     return tensor, [indices.get(at) for at in range(max(indices) + 1)]
 
 
-def _width(part: Any) -> int:
+def _width(part: object) -> int:
     if part is None or part is Ellipsis:
         return 0
     if isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8):
@@ -323,5 +323,5 @@ def _width(part: Any) -> int:
     return 1
 
 
-def _is_number(part: Any) -> bool:
+def _is_number(part: object) -> bool:
     return isinstance(part, Tensor) and part.dim() == 0

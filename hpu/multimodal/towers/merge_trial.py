@@ -70,7 +70,7 @@ def _try(owner: Any, image_token: int, hidden_size: int) -> str:
     return f"its code cannot be run ({reason})"
 
 
-def _is_more(name: str, value: Any, order: Tensor) -> bool:
+def _is_more(name: str, value: object, order: Tensor) -> bool:
     if name == "position_ids" and value is not None:
         # Other positions would differ from the positions that this server computes.
         return not isinstance(value, Tensor) or not torch.equal(value, order.unsqueeze(0))

@@ -14,7 +14,7 @@ from hpu.multimodal.towers.llama4_tiles import llama4_features
 from hpu.multimodal.towers.phi4_tiles import Phi4Tiles
 
 
-def _all(whole: Any, tensors: Mapping[str, Tensor], numbers: Tensor) -> Tensor:
+def _all(whole: object, tensors: Mapping[str, Tensor], numbers: Tensor) -> Tensor:
     return numbers
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from config.json_text import Json
 from server.cli.bench.workload import WORDS, BenchRequest
 from server.cli.http_client import MODELS_PATH, HttpClient, HttpFailure, MissingDone
 
@@ -111,7 +112,7 @@ class OpenAIServer:
             if any(choice.finish_reason for choice in chunk.choices):
                 outcome.is_finished = True
 
-    def _body(self, request: BenchRequest) -> dict[str, Any]:
+    def _body(self, request: BenchRequest) -> Json:
         body = {
             "model": self.model,
             "stream": True,
@@ -141,7 +142,7 @@ class OpenAIServer:
         return sorted(set(await self._tokens(" ".join(WORDS), is_chat=False)))
 
     async def _tokens(self, text: str, *, is_chat: bool) -> list[int]:
-        body: dict[str, Any] = {"model": self.model, "prompt": text, "add_special_tokens": False}
+        body: Json = {"model": self.model, "prompt": text, "add_special_tokens": False}
         if is_chat:
             body = {"model": self.model, "messages": [{"role": "user", "content": text}]}
         response = await self._client.call("POST", "/tokenize", body)

@@ -5,10 +5,9 @@ import math
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from config.errors import ConfigError
-from config.json_text import json_problem, parse_json
+from config.json_text import Json, json_problem, parse_json
 from config.loading.parser import FlagParser, number
 from config.loading.vllm_flags import absence
 from server.cli.bench.openai import PATHS
@@ -299,7 +298,7 @@ def _check(options: argparse.Namespace) -> None:
         )
 
 
-def _extra_body(text: str) -> dict[str, Any]:
+def _extra_body(text: str) -> Json:
     try:
         body = parse_json(text, is_finite=True)
     except ValueError as error:

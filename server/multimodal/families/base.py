@@ -10,7 +10,8 @@ import msgspec
 import numpy as np
 
 from config.errors import ConfigError
-from config.model.json_fields import MAX_JSON_BYTES, Fields, Json
+from config.json_text import Json
+from config.model.json_fields import MAX_JSON_BYTES, Fields
 from config.whole_files import is_present, read_limited
 from server.multimodal.processor_fields import MAX_IMAGE_TOKENS
 

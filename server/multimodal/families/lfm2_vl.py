@@ -9,7 +9,7 @@ import numpy as np
 from PIL import Image
 
 from config.errors import ConfigError
-from config.model.json_fields import Json
+from config.json_text import Json
 from server.multimodal.families.base import Arrays, MakeForm, NoGrid, ProcessorFiles
 from server.multimodal.processor_fields import (
     MAX_IMAGE_TOKENS,

@@ -2,10 +2,10 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Iterator
-from typing import Any
 
 from config.errors import Overloaded
 from config.fair_threads import current_client
+from config.json_text import Json
 from server.http.access_log import RequestRecord
 from server.http.errors import fault_of
 from server.http.pacing import LoopPacer
@@ -50,7 +50,7 @@ class BackgroundResponse:
             raise
         self._task = asyncio.get_running_loop().create_task(self._run())
 
-    def fields(self) -> dict[str, Any]:
+    def fields(self) -> Json:
         return self._writer.fields()
 
     @property

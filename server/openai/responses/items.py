@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from config.errors import error_at_path, value_text, wrong_field
+from config.json_text import Json
 from server.http.body_bounds import MAX_MESSAGES, MAX_PARTS
 from server.multimodal.messages import IMAGE
 from server.openai.schema.chat import part_text
@@ -14,7 +15,7 @@ from server.openai.schema.json_schema import ignored_entries, type_of
 from server.text.hidden_reasoning import hidden_reasoning
 from server.text.messages import is_ignored_part
 
-Item = dict[str, Any]
+Item = Json
 
 PREFIXES = {
     "message": "msg",
@@ -70,7 +71,7 @@ def read_items(given: Any, number: str, kinds: Collection[bytes] = ()) -> list[I
     ]
 
 
-def ignored_items(given: Any) -> Iterator[str]:
+def ignored_items(given: object) -> Iterator[str]:
     """Names of the items and content parts that are left out of the conversation, for the header of
     ignored fields."""
     yield from ignored_entries("input", given, _is_ignored_item)
@@ -90,7 +91,7 @@ def _is_ignored_item(item: Any) -> bool:
     return not any(item.get(name) for name in _CONTENT)
 
 
-def _read(item: Any, where: str, place: str, number: str, taken: tuple[str, ...]) -> Item:
+def _read(item: object, where: str, place: str, number: str, taken: tuple[str, ...]) -> Item:
     if not isinstance(item, dict):
         raise error_at_path(f"{where} is {value_text(item)}, it must be an object")
     # A missing or null type means message, and without a role it means reference. {} and "" are
@@ -148,7 +149,7 @@ def _check_number(parts: list[object], where: str) -> None:
         raise error_at_path(f"{where} has {len(parts)} parts, at most {MAX_PARTS} are allowed")
 
 
-def _part(part: Any, where: str, taken: tuple[str, ...]) -> Item:
+def _part(part: object, where: str, taken: tuple[str, ...]) -> Item:
     if "input_image" in taken and isinstance(part, dict) and part.get("type") == "input_image":
         if part.get("file_id") is not None:
             raise error_at_path(

@@ -1,12 +1,12 @@
 """Converts response items to chat messages."""
 
 from collections.abc import Collection, Sequence
-from typing import Any
 
+from config.json_text import Json
 from server.openai.responses.items import Item
 from server.openai.responses.tools import flat_name
 
-Message = dict[str, Any]
+Message = Json
 
 LEADING = ("system", "developer")
 """Roles of instruction messages at the start."""

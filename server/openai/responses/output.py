@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from config.json_text import Json
 from server.generation.logprobs import PositionLogprobs
 from server.generation.outputs import Delta
 from server.openai.responses.items import Item, item_id
@@ -16,7 +17,7 @@ from server.parsers.stream.base import (
 from server.serving.choices import TokenFormatter, encoded_chat_logprobs
 from server.text.hidden_reasoning import hide_reasoning
 
-StreamEvent = dict[str, Any]
+StreamEvent = Json
 """A stream event: its type and fields, without the sequence number."""
 
 

@@ -5,7 +5,6 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -14,6 +13,7 @@ from starlette.responses import Response
 from config.error_frames import release_frames
 from config.errors import UserError
 from config.fair_threads import current_client
+from config.json_text import Json
 from server.http.access_log import attach_record, record_of
 from server.http.body import (
     MANY_BYTES,
@@ -309,7 +309,7 @@ def _stream_stored(
     )
 
 
-def _page(entry: StoredResponse, limit: int, order: str, after: str | None) -> dict[str, Any]:
+def _page(entry: StoredResponse, limit: int, order: str, after: str | None) -> Json:
     if not 1 <= limit <= MAX_ITEMS:
         raise UserError(f"limit is {limit}, it must be between 1 and {MAX_ITEMS}", param="limit")
     if order not in ("asc", "desc"):

@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import ConfigDict, Field, WithJsonSchema, model_validator
 
 from config.errors import UserError
+from config.json_text import Json
 from config.params.sampling import MAX_LOGPROBS
 from server.http.body_bounds import (
     Documents,
@@ -229,7 +230,7 @@ class ResponseBody(GenerationBody):
         return WITH_HIDDEN_REASONING in (self.include or ())
 
     @property
-    def chat_fields(self) -> dict[str, Any]:
+    def chat_fields(self) -> Json:
         """Fields of the equivalent chat body, except messages. Raises UserError."""
         shared = {name: getattr(self, name) for name in _SHARED}
         tools, choice = chat_tools(self.tools), chat_choice(self.tool_choice)
@@ -254,7 +255,7 @@ _SHARED = (
 )
 
 
-def _format(given: dict[str, Any] | None) -> dict[str, Any] | None:
+def _format(given: Json | None) -> Json | None:
     """`text.format` as the response_format of a chat, where a JSON schema is nested a level
     deeper."""
     if given is None or given.get("type") != "json_schema":

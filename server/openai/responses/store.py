@@ -7,11 +7,12 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
 from config.errors import NotFound, Overloaded
+from config.json_text import Json
 from server.http.held_bodies import decoded_bytes
 from server.http.json_decoder import decode_json
 from server.http.json_encoder import encode_json
@@ -112,7 +113,7 @@ class EndedResponse(NamedTuple):
     """Output items as JSON."""
 
 
-def ended_response(response: dict[str, Any]) -> EndedResponse:
+def ended_response(response: Json) -> EndedResponse:
     """Encode a finished response. For a long response call it on a thread."""
     return EndedResponse(response["status"], encode_json(response), encode_json(response["output"]))
 
@@ -125,7 +126,7 @@ class RunningResponse(Protocol):
         """Estimated number of JSON values of `fields`."""
         ...
 
-    def fields(self) -> dict[str, Any]:
+    def fields(self) -> Json:
         """The response so far."""
         ...
 

@@ -5,16 +5,17 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from config.errors import UserError, wrong_field
+from config.json_text import Json
 from server.openai.schema.json_schema import ignored_entries, type_of, untyped
 from server.openai.schema.tools import check_allowed, check_function, is_foreign_tool
 
-Tool = dict[str, Any]
+Tool = Json
 
 _FUNCTION_FIELDS = ("name", "description", "parameters", "strict")
 _SHOWN = 40
 
 
-def flat_name(name: Any, namespace: Any) -> Any:
+def flat_name(name: object, namespace: object) -> Any:
     """Function name as the model sees it."""
     is_in_namespace = isinstance(namespace, str) and namespace and isinstance(name, str)
     return f"{namespace}__{name}" if is_in_namespace else name
@@ -64,7 +65,7 @@ def offered_tools(tools: list[Any] | None) -> list[Tool]:
     return offered
 
 
-def ignored_tools(tools: Any) -> Iterator[str]:
+def ignored_tools(tools: object) -> Iterator[str]:
     """Names of the tools that are neither functions nor namespaces, for the header of ignored
     fields."""
     yield from ignored_entries("tools", tools, _is_ignored)
@@ -73,7 +74,7 @@ def ignored_tools(tools: Any) -> Iterator[str]:
             yield from ignored_entries(f"tools[{place}].tools", tool.get("tools"), is_foreign_tool)
 
 
-def chat_choice(choice: Any) -> Any:
+def chat_choice(choice: object) -> Any:
     """Convert a tool_choice to the tool_choice of a chat; allowed_tools choices are not changed.
     Raises UserError."""
     if not isinstance(choice, dict):
@@ -124,7 +125,7 @@ def _functions(tools: list[Any] | None) -> Iterator[tuple[Tool, str | None, str]
                     yield member, name, path
 
 
-def _checked_type(tool: Any, where: str) -> str:
+def _checked_type(tool: object, where: str) -> str:
     kind = type_of(tool)
     if kind is None:
         param = f"{where}.type" if isinstance(tool, dict) else where

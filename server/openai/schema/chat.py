@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import ConfigDict, Field, WithJsonSchema
 
 from config.errors import UserError, error_at_path, value_text, wrong_field
+from config.json_text import Json
 from config.params.sampling import MAX_LOGPROBS
 from config.params.structured_output import GrammarSpec
 from server.http.body_bounds import (
@@ -56,7 +57,7 @@ from server.openai.schema.tools import (
 )
 from server.text.messages import is_ignored_call, is_ignored_part
 
-Message = dict[str, Any]
+Message = Json
 
 MAX_ECHO_CHARACTERS = 2**24
 """Maximum total characters of the echoed message over all choices."""
@@ -162,7 +163,7 @@ class ChatPromptBody(Body):
             return not self.continue_final_message
         return self.add_generation_prompt
 
-    def template_variables(self, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    def template_variables(self, defaults: Mapping[str, Any]) -> Json:
         """Template variables: `defaults`, then the variables that reasoning_effort sets, then
         chat_template_kwargs; later values take precedence."""
         variables = dict(defaults)
@@ -333,7 +334,7 @@ def _text_of(message: Message) -> str:
     )
 
 
-def _ignored_parts(messages: Any) -> Iterator[str]:
+def _ignored_parts(messages: object) -> Iterator[str]:
     for place, message in enumerate(messages if isinstance(messages, list) else ()):
         if isinstance(message, dict) and message.get("role") == "assistant":
             for field, is_ignored in (
@@ -353,7 +354,7 @@ def check_messages(messages: list[Any], kinds: Collection[bytes] = ()) -> None:
         _check_message(message, f"messages[{index}]", kinds)
 
 
-def _check_message(message: Any, where: str, kinds: Collection[bytes]) -> None:
+def _check_message(message: object, where: str, kinds: Collection[bytes]) -> None:
     if not isinstance(message, dict):
         raise error_at_path(f"{where} is {value_text(message)}, it must be an object")
     role = message.get("role")
@@ -403,7 +404,7 @@ def part_text(part: Any, where: str, taken: Sequence[str]) -> tuple[str, str]:
     return kind, text
 
 
-def _check_calls(calls: Any, where: str) -> None:
+def _check_calls(calls: object, where: str) -> None:
     if not isinstance(calls, list):
         raise error_at_path(f"{where} is {value_text(calls)}, it must be a list")
     _check_many(calls, where)

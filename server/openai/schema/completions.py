@@ -104,7 +104,7 @@ class CompletionBody(GenerationBody):
         return given_prompts(self.prompt, "prompt", MAX_PROMPTS)
 
 
-def numbers_of_ids(given: Any) -> list[int]:
+def numbers_of_ids(given: object) -> list[int]:
     """Lengths of the token id lists, without validation."""
     if not isinstance(given, list) or not given:
         return []
@@ -113,7 +113,7 @@ def numbers_of_ids(given: Any) -> list[int]:
     return [len(value) for value in given if isinstance(value, list)]
 
 
-def given_prompts(given: Any, name: str, most: int) -> Texts | TokenLists:
+def given_prompts(given: object, name: str, most: int) -> Texts | TokenLists:
     """The entries of field `name` as a list, all texts or all token ids. Raises UserError."""
     if isinstance(given, str):
         return [given]
@@ -144,7 +144,7 @@ def given_prompts(given: Any, name: str, most: int) -> Texts | TokenLists:
     return [_token_ids(prompt, f"{name}[{place}]", name) for place, prompt in enumerate(given)]
 
 
-def _token_ids(given: Any, where: str, name: str) -> list[int]:
+def _token_ids(given: object, where: str, name: str) -> list[int]:
     if not isinstance(given, list):
         raise _unlike(where, given, "a list of token ids", name)
     if not given:

@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from config.errors import value_text, wrong_field
+from config.json_text import Json
 
 MAX_TYPE_CHARACTERS = 40
 
-Schema = dict[str, Any]
+Schema = Json
 
 TEXT: Schema = {"type": "string"}
 NULL: Schema = {"type": "null"}
@@ -42,7 +43,7 @@ def words(*options: str) -> Schema:
     return {**TEXT, "enum": list(options)}
 
 
-def type_of(entry: Any) -> str | None:
+def type_of(entry: object) -> str | None:
     """The type of an entry; None if the type is missing, empty or not a string."""
     kind = entry.get("type") if isinstance(entry, dict) else None
     return kind if isinstance(kind, str) and kind else None
@@ -55,7 +56,7 @@ def untyped(entry: object, where: str, example: str) -> str:
     return f"{where} is {value_text(entry)}, it must be an object with a type, such as {example!r}"
 
 
-def ignored_entries(name: str, entries: Any, is_ignored: Callable[[Any], bool]) -> Iterator[str]:
+def ignored_entries(name: str, entries: object, is_ignored: Callable[[Any], bool]) -> Iterator[str]:
     """`name[3]:type` of each ignored entry of the list `name`."""
     if isinstance(entries, list):
         for place, entry in enumerate(entries):

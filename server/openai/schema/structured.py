@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from config.errors import UserError, wrong_field
+from config.json_text import Json
 from config.params.structured_output import KINDS, GrammarSpec, grammar_spec
 
 MAX_SHOWN_CHARACTERS = 40
@@ -78,7 +79,7 @@ def spec_of_tags(field: str, part: Mapping[str, Any]) -> GrammarSpec:
     return spec
 
 
-def part_of(field: str, spec: GrammarSpec) -> dict[str, Any]:
+def part_of(field: str, spec: GrammarSpec) -> Json:
     """`spec` as a part of a structural tag. Raises UserError, which names `field`, if `spec` cannot
     be such a part."""
     if spec.kind in ("json", "json_object"):

@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from config.errors import UserError, value_text, wrong_field
+from config.json_text import Json
 from server.openai.schema.json_schema import (
     NULL,
     OBJECT,
@@ -19,7 +20,7 @@ from server.openai.schema.json_schema import (
 )
 from server.parsers.tool.structural_tag import MAX_CALLS, calls_schema, object_schema
 
-Tool = dict[str, Any]
+Tool = Json
 Choice = Any
 """A tool_choice, which may be any value before `check_tools`."""
 
@@ -161,7 +162,7 @@ def name_of(choice: Choice) -> str | None:
     return name if isinstance(name, str) and is_function else None
 
 
-def forced_schema(tools: list[Any], choice: Choice, *, is_parallel: bool) -> dict[str, Any] | None:
+def forced_schema(tools: list[Any], choice: Choice, *, is_parallel: bool) -> Json | None:
     """Schema of an answer with forced calls: the arguments of the function that `choice` names, or
     a list of calls. None if no call is required. The tools must have been validated."""
     functions = {tool["function"]["name"]: tool["function"] for tool in tools}
@@ -174,7 +175,7 @@ def forced_schema(tools: list[Any], choice: Choice, *, is_parallel: bool) -> dic
     return calls_schema(schemas, max_calls=MAX_CALLS if is_parallel else 1)
 
 
-def check_function(tool: Any, where: str) -> str:
+def check_function(tool: object, where: str) -> str:
     """Validate the function at the path `where`, and return its name. Raises UserError with the
     path of the invalid field."""
     if not isinstance(tool, dict) or tool.get("type") not in (None, "function"):

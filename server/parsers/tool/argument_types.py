@@ -228,14 +228,14 @@ class _Search:
         self._open.discard(reference)
         return types
 
-    def _enter(self, schema: Any, depth: int) -> bool:
+    def _enter(self, schema: object, depth: int) -> bool:
         self.num_nodes += _num_nodes(schema)
         if depth > MAX_SCHEMA_DEPTH:
             self.num_nodes = MAX_SCHEMA_NODES + 1
         return isinstance(schema, dict) and not self.is_exhausted
 
 
-def _num_nodes(schema: Any) -> int:
+def _num_nodes(schema: object) -> int:
     """Cost of `schema` in subschemas: 1, or more for a long enum, list of types or $ref."""
     if not isinstance(schema, dict):
         return 1

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from server.parsers.kinds import ParserKind, by_name
 from server.parsers.stream.base import EventBuffer, Tools
@@ -141,7 +140,7 @@ class Gemma(ToolCallFormat):
         return ToolCallGrammar(dict.fromkeys(self.markers, any_of(*calls)))
 
 
-def _is_flat(schema: Any) -> bool:
+def _is_flat(schema: object) -> bool:
     """Whether `schema` is known to allow no objects: a JSON grammar allows forms of keys that this
     reader does not accept."""
     if not isinstance(schema, dict):

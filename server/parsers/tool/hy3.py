@@ -35,7 +35,7 @@ class EitherTags(ToolCallFormat):
 def with_suffix(family: Tags, suffix: str) -> Tags:
     """The tags of `family` with `suffix` before each closing bracket."""
 
-    def renamed(value: Any) -> Any:
+    def renamed(value: object) -> Any:
         if isinstance(value, tuple):
             return tuple(renamed(word) for word in value)
         return value.replace(">", f"{suffix}>") if isinstance(value, str) else value

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from config.errors import UserError
+from config.json_text import Json
 from server.parsers.tool.argument_types import (
     ANNOTATIONS,
     MAX_REFERENCE_CHARACTERS,
@@ -13,7 +14,7 @@ from server.parsers.tool.argument_types import (
     referenced,
 )
 
-Part = dict[str, Any]
+Part = Json
 Functions = Mapping[str, Mapping[str, Any] | None]
 """Function name -> schema of its arguments; None: any object."""
 
@@ -298,7 +299,7 @@ class CallKeys:
     def schema(self, name: str, arguments: Part) -> Part:
         """The JSON schema of a call to `name`."""
         number = {"type": "string", "pattern": "^[0-9]{1,3}$"}
-        properties: dict[str, Any] = {self.number: number} if self.number else {}
+        properties: Json = {self.number: number} if self.number else {}
         if self.name:
             properties |= {self.name: {"const": name}, self.arguments: arguments}
         else:
@@ -316,7 +317,7 @@ NAME_AND_ARGUMENTS = CallKeys()
 
 def calls_schema(
     functions: Functions, keys: CallKeys = NAME_AND_ARGUMENTS, max_calls: int = MAX_CALLS
-) -> dict[str, Any]:
+) -> Json:
     """JSON schema of a list of calls: objects with a name, and arguments that match the function's
     schema; any object if the function has no schema."""
     calls = [
@@ -335,12 +336,12 @@ def calls_schema(
     }
 
 
-def object_schema(schema: Any) -> dict[str, Any]:
+def object_schema(schema: Any) -> Json:
     """Schema of a function's arguments, which are always an object."""
     return {"type": "object", **(schema or {})}
 
 
-def _moved(value: Any, root: str, *, has_names: bool = False) -> Any:
+def _moved(value: object, root: str, *, has_names: bool = False) -> Any:
     """A copy of a schema that is moved to `root`, with adjusted references. `has_names`: whether
     the keys are names chosen by the author instead of keywords."""
     if isinstance(value, list):

@@ -65,7 +65,7 @@ def _in_little_time_and_memory() -> Iterator[None]:
 
 def _open(model: str | Path, cache: Path) -> None:
     """Resolve and check a checkpoint, as `serve` does before it starts an engine."""
-    path = resolve(str(model), cache_dir=str(cache), progress=False)
+    path = resolve(EngineConfig(str(model), cache_dir=str(cache)), progress=False)
     check_checkpoint(EngineConfig(path), path)
     if (Path(path) / "tokenizer.json").exists():
         read_text_files(path, cache)

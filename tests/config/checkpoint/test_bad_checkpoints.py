@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 from tiny_models import make_tiny
 
 from config.checkpoint.resolve import resolve
-from config.engine import EngineConfig
+from config.engine import DUMMY, EngineConfig
 from config.errors import ConfigError
 from config.startup_checks import check_checkpoint
 
@@ -130,7 +130,9 @@ def test_a_bad_checkpoint_is_refused_in_one_sentence(kind: str, folder: Path) ->
     BAD[kind][0](folder)
 
     with pytest.raises(ConfigError, match=re.escape(_expected(kind, folder))) as error:
-        check_checkpoint(EngineConfig(str(folder)), resolve(str(folder), progress=False))
+        check_checkpoint(
+            EngineConfig(str(folder)), resolve(EngineConfig(str(folder)), progress=False)
+        )
 
     assert "\n" not in str(error.value)
 
@@ -172,10 +174,10 @@ def test_without_weights_a_config_is_enough(folder: Path) -> None:
     for file in _shards(folder):
         file.unlink()
 
-    assert resolve(str(folder), has_weights=False) == str(folder)
+    assert resolve(EngineConfig(str(folder), load_format=DUMMY)) == str(folder)
     (folder / CONFIG).unlink()
     with pytest.raises(ConfigError, match=r"has no config.json"):
-        resolve(str(folder), has_weights=False)
+        resolve(EngineConfig(str(folder), load_format=DUMMY))
 
 
 def test_a_tied_head_may_be_stored_separately(tmp_path: Path) -> None:

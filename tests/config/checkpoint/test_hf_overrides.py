@@ -12,6 +12,7 @@ import pytest
 from config.checkpoint.facts import model_facts
 from config.checkpoint.hf_overrides import merged, with_overrides
 from config.checkpoint.resolve import resolve
+from config.engine import EngineConfig
 from config.errors import ConfigError
 from config.model.context_length import max_context_length
 from config.model.read_config import read_model_config
@@ -48,13 +49,13 @@ def test_overrides_apply_to_the_checkpoint_without_modifying_it(
 ) -> None:
     text, cache = json.dumps(YARN), str(tmp_path / "cache")
 
-    found = Path(resolve(str(folder), cache_dir=cache, hf_overrides=text))
+    found = Path(resolve(EngineConfig(str(folder), cache_dir=cache, hf_overrides=text)))
 
     assert max_context_length(read_model_config(str(found))) == 256
     assert (found / "model.safetensors").read_bytes() == b"weights"
     assert max_context_length(read_model_config(str(folder))) == 64
-    assert resolve(str(folder), cache_dir=cache, hf_overrides=text) == str(found)
-    assert resolve(str(folder), cache_dir=cache) == str(folder)
+    assert resolve(EngineConfig(str(folder), cache_dir=cache, hf_overrides=text)) == str(found)
+    assert resolve(EngineConfig(str(folder), cache_dir=cache)) == str(folder)
 
 
 def test_changed_files_or_overrides_give_another_folder(folder: Path, tmp_path: Path) -> None:
@@ -129,12 +130,12 @@ def test_overrides_other_than_an_object_are_refused(text: str, folder: Path) -> 
     with pytest.raises(
         ConfigError, match=r"--hf-overrides is .*, (it must be a JSON object|which is not JSON: )"
     ):
-        resolve(str(folder), hf_overrides=text)
+        resolve(EngineConfig(str(folder), hf_overrides=text))
 
 
 def test_a_lone_surrogate_is_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match="has a lone surrogate at"):
-        resolve(str(folder), hf_overrides='{"x": "\\ud800"}')
+        resolve(EngineConfig(str(folder), hf_overrides='{"x": "\\ud800"}'))
 
 
 def test_a_field_of_another_type_is_refused_and_leaves_no_folder(

@@ -17,6 +17,7 @@ from tiny_models import make_tiny
 from config.cache_folder import CONTAINER_MARKS, in_container
 from config.checkpoint.demo import FILE_BYTES, fetch_demo
 from config.checkpoint.resolve import resolve
+from config.engine import EngineConfig
 from config.errors import ConfigError
 from config.model.read_config import read_model_config
 
@@ -30,12 +31,12 @@ def test_a_folder_is_returned_unchanged(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(b"")
 
-    assert resolve(str(tmp_path)) == str(tmp_path)
+    assert resolve(EngineConfig(str(tmp_path))) == str(tmp_path)
 
 
 def test_a_folder_that_lacks_files_is_refused_with_all_their_names(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no config\.json and no \*\.safetensors"):
-        resolve(str(tmp_path))
+        resolve(EngineConfig(str(tmp_path)))
 
 
 def test_a_folder_without_weights_is_refused_with_the_flag_that_needs_none(tmp_path: Path) -> None:
@@ -43,7 +44,7 @@ def test_a_folder_without_weights_is_refused_with_the_flag_that_needs_none(tmp_p
     (tmp_path / "model.safetensors").unlink()
 
     with pytest.raises(ConfigError, match=r"\*\.safetensors\) too, or .* --load-format dummy$"):
-        resolve(str(tmp_path))
+        resolve(EngineConfig(str(tmp_path)))
 
 
 def test_a_gguf_file_is_checked_before_its_weights_are_converted(tmp_path: Path) -> None:
@@ -55,7 +56,7 @@ def test_a_gguf_file_is_checked_before_its_weights_are_converted(tmp_path: Path)
         raise ConfigError(f"{read_model_config(folder).num_heads} heads")
 
     with pytest.raises(ConfigError, match=f"^{HEADS} heads"):
-        resolve(str(source), cache_dir=str(tmp_path / "cache"), check=refuse)
+        resolve(EngineConfig(str(source), cache_dir=str(tmp_path / "cache")), check=refuse)
 
     assert len(found) == 1 and "model.safetensors" not in found[0]
     assert not list(tmp_path.glob("cache/converted/tiny-*/"))
@@ -68,7 +69,7 @@ def test_an_unsupported_model_is_reported_before_its_missing_weights(tmp_path: P
     (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": -1}))
 
     with pytest.raises(ConfigError, match="vocab_size"):
-        resolve(str(tmp_path))
+        resolve(EngineConfig(str(tmp_path)))
 
 
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16", "float16", "float32"])
@@ -76,7 +77,9 @@ def test_a_gguf_file_becomes_a_folder_in_the_cache_of_its_dtype(tmp_path: Path, 
     source = write_gguf(tmp_path / "tiny.GGUF")
     cache = tmp_path / "cache"
 
-    folder = Path(resolve(str(source), cache_dir=str(cache), progress=False, dtype=dtype))
+    folder = Path(
+        resolve(EngineConfig(str(source), cache_dir=str(cache), dtype=dtype), progress=False)
+    )
 
     assert folder.parent == cache / "converted"
     assert ("bfloat16" if dtype == "auto" else dtype) in folder.name
@@ -105,7 +108,7 @@ def test_an_unknown_model_is_refused_with_the_reason(
     monkeypatch.setattr("config.checkpoint.model_name.in_container", lambda: False)
 
     with pytest.raises(ConfigError, match=words):
-        resolve(model)
+        resolve(EngineConfig(model))
 
 
 @pytest.mark.parametrize("mark", CONTAINER_MARKS)
@@ -114,16 +117,16 @@ def test_a_missing_folder_has_the_hint_of_a_mount_only_in_a_container(
 ) -> None:
     monkeypatch.setattr("config.checkpoint.model_name.in_container", lambda: in_container(tmp_path))
     with pytest.raises(ConfigError, match=r"folder: /no/such/place$"):
-        resolve("/no/such/place")
+        resolve(EngineConfig("/no/such/place"))
 
     (tmp_path / mark).parent.mkdir(exist_ok=True)
     (tmp_path / mark).touch()
 
     advice = r"; check the path; in a container, mount it \(docker: -v\)$"
     with pytest.raises(ConfigError, match=f"folder: /no/such/place{advice}"):
-        resolve("/no/such/place")
+        resolve(EngineConfig("/no/such/place"))
     with pytest.raises(ConfigError, match=r"folder: \./nosuch$"):
-        resolve("./nosuch")
+        resolve(EngineConfig("./nosuch"))
 
 
 def test_pickles_are_refused_with_a_command_that_converts_them(
@@ -136,10 +139,10 @@ def test_pickles_are_refused_with_a_command_that_converts_them(
     monkeypatch.chdir(tmp_path)
 
     with pytest.raises(ConfigError, match=r"only pickled weights.*never loaded") as refused:
-        resolve("my model")
+        resolve(EngineConfig("my model"))
     subprocess.run(str(refused.value).split("folder: ")[1], shell=True, check=True, timeout=120)
 
-    converted = Path(resolve("my model-safetensors"))
+    converted = Path(resolve(EngineConfig("my model-safetensors")))
     assert load_file(converted / "model.safetensors").keys() == weights.keys()
     assert (converted / "tokenizer.json").is_file()
 
@@ -150,14 +153,14 @@ def test_a_folder_of_gguf_files_is_refused_with_the_path_of_a_file(tmp_path: Pat
     with pytest.raises(
         ConfigError, match=r"tiny-Q4\.gguf: set the model to the path of one GGUF file"
     ):
-        resolve(str(tmp_path))
+        resolve(EngineConfig(str(tmp_path)))
 
 
 def test_an_unknown_dtype_is_refused(tmp_path: Path) -> None:
     source = write_gguf(tmp_path / "tiny.gguf")
 
     with pytest.raises(ConfigError, match="int8"):
-        resolve(str(source), cache_dir=str(tmp_path), dtype="int8")
+        resolve(EngineConfig(str(source), cache_dir=str(tmp_path), dtype="int8"))
 
 
 @not_installed
@@ -186,7 +189,8 @@ def test_an_error_of_pip_is_quoted_and_no_file_is_left(
 
 
 def test_the_demo_model_has_the_sampling_defaults_of_its_authors() -> None:
-    by_path, by_name = resolve(demo_gguf(), progress=False), resolve("demo", progress=False)
+    by_path = resolve(EngineConfig(demo_gguf()), progress=False)
+    by_name = resolve(EngineConfig("demo"), progress=False)
 
     assert read_model_config(by_name).generation_defaults == {
         "temperature": 0.2,

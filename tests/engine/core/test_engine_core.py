@@ -6,7 +6,7 @@ import time
 
 import msgspec
 import pytest
-from core_rig import CoreRig
+from core_rig import CoreRig, CoreSettings
 from slow_model import raw
 
 from config.engine import EngineConfig
@@ -21,7 +21,7 @@ LONG = {"max_tokens": 30, "ignore_eos": True}
 
 def test_the_number_of_steps_in_flight_equals_the_depth() -> None:
     for depth in (1, 2):
-        rig = CoreRig(depth=depth)
+        rig = CoreRig(CoreSettings(depth=depth))
         rig.add(0, [1, 2, 3], **LONG)
 
         rig.run()
@@ -43,7 +43,7 @@ def test_an_idle_core_has_no_work_and_sends_no_message() -> None:
 
 
 def test_a_continuation_runs_before_waiting_requests() -> None:
-    rig = CoreRig(max_num_seqs=1)
+    rig = CoreRig(CoreSettings(max_num_seqs=1))
     for key in range(3):
         rig.add(key, [1, 2, key], max_tokens=1)
     rig.ledger.open(3)
@@ -60,7 +60,7 @@ def test_a_continuation_runs_before_waiting_requests() -> None:
 
 
 def test_a_full_batch_reserves_the_index_of_a_continuation() -> None:
-    rig = CoreRig(max_num_seqs=2)
+    rig = CoreRig(CoreSettings(max_num_seqs=2))
     rig.add(0, [1, 2, 3], **LONG)
 
     def go_on(key: int) -> None:
@@ -85,7 +85,7 @@ def test_a_full_batch_reserves_the_index_of_a_continuation() -> None:
 
 @pytest.mark.parametrize("fair_share", [False, True])
 def test_a_new_request_gets_a_turn_among_the_beams_of_many_searches(fair_share: bool) -> None:
-    rig = CoreRig(max_num_seqs=4, fair_share=fair_share)
+    rig = CoreRig(CoreSettings(max_num_seqs=4, fair_share=fair_share))
     beams = itertools.count(1_000)
 
     def go_on(count: int) -> None:
@@ -110,7 +110,7 @@ def test_a_new_request_gets_a_turn_among_the_beams_of_many_searches(fair_share: 
 
 
 def test_beams_take_at_most_a_sixteenth_of_a_shared_batch() -> None:
-    rig = CoreRig(max_num_seqs=128, num_blocks=512, budget=1024)
+    rig = CoreRig(CoreSettings(max_num_seqs=128, num_blocks=512, budget=1024))
     beams = itertools.count(1_000)
 
     def go_on(count: int) -> None:
@@ -148,7 +148,7 @@ def test_beams_take_at_most_a_sixteenth_of_a_shared_batch() -> None:
 
 
 def test_an_index_is_reserved_only_while_other_requests_run() -> None:
-    rig = CoreRig(max_num_seqs=1)
+    rig = CoreRig(CoreSettings(max_num_seqs=1))
     rig.ledger.open(0)
     rig.send(AddRequest(0, raw([1, 2]), SamplingParams(max_tokens=1), is_continuation=True))
     rig.add(1, [4, 5], max_tokens=1)
@@ -200,7 +200,7 @@ def test_a_step_without_launches_is_not_submitted_and_freed_requests_go_with_a_l
 def test_impossible_requests_are_refused_with_both_numbers(
     prompt: list[int], sampling: dict[str, object], error: str
 ) -> None:
-    rig = CoreRig(num_blocks=12)
+    rig = CoreRig(CoreSettings(num_blocks=12))
 
     rig.add(7, prompt, **sampling)
     rig.run()
@@ -224,7 +224,7 @@ def test_a_prompt_of_broken_bytes_is_refused() -> None:
     ("room", "told"), [(1, "1 request is waiting"), (2, "2 requests are waiting")]
 )
 def test_a_full_queue_refuses_requests_without_leaks(room: int, told: str) -> None:
-    rig = CoreRig(max_queue_len=room)
+    rig = CoreRig(CoreSettings(max_queue_len=room))
     for key in range(room + 1):
         rig.add(key, [1, 2], max_tokens=2, ignore_eos=True)
 
@@ -291,7 +291,7 @@ def test_a_reset_prefix_cache_finds_no_earlier_blocks() -> None:
 
 
 def test_stats_are_sent_to_every_front_end_even_without_requests() -> None:
-    rig = CoreRig(depth=1)
+    rig = CoreRig(CoreSettings(depth=1))
     rig.core.add_front_end(1)
     rig.add(0, [1, 2, 3], max_tokens=2, ignore_eos=True)
 
@@ -318,7 +318,7 @@ def step_tokens(rig: CoreRig) -> list[int]:
 def test_a_step_counts_the_tokens_that_it_generates_and_the_prompts_that_it_completes(
     depth: int, most: int
 ) -> None:
-    rig = CoreRig(depth=depth, max_tokens_per_step=most)
+    rig = CoreRig(CoreSettings(depth=depth, max_tokens_per_step=most))
     for key in range(10):
         rig.add(key, [1, 2, 3, key], max_tokens=15, ignore_eos=True)
 
@@ -326,7 +326,7 @@ def test_a_step_counts_the_tokens_that_it_generates_and_the_prompts_that_it_comp
 
 
 def test_a_step_counts_no_cached_tokens_and_a_prompt_in_parts_once() -> None:
-    rig = CoreRig(depth=1, budget=16)
+    rig = CoreRig(CoreSettings(depth=1, budget=16))
     rig.add(0, list(range(40)), max_tokens=2, ignore_eos=True)
     first = step_tokens(rig)
     rig.add(1, list(range(40)), max_tokens=2, ignore_eos=True)
@@ -337,7 +337,7 @@ def test_a_step_counts_no_cached_tokens_and_a_prompt_in_parts_once() -> None:
 
 
 def test_an_abort_alone_is_enough_to_send_new_gauges() -> None:
-    rig = CoreRig(max_num_seqs=1)
+    rig = CoreRig(CoreSettings(max_num_seqs=1))
     rig.add(0, [1], **LONG)
     rig.add(1, [2], **LONG)
     rig.run(steps=3)
@@ -353,7 +353,7 @@ def test_an_abort_alone_is_enough_to_send_new_gauges() -> None:
 
 
 def test_free_and_used_blocks_add_up_at_every_step() -> None:
-    rig = CoreRig(num_blocks=14, max_num_seqs=4, budget=12)
+    rig = CoreRig(CoreSettings(num_blocks=14, max_num_seqs=4, budget=12))
     for key in range(12):
         rig.add(key, [1, 2, 3, 4] * 3 + [key], max_tokens=12 + key, ignore_eos=True)
 
@@ -377,7 +377,7 @@ def test_a_leaked_block_is_detected() -> None:
 
 def test_only_full_blocks_of_accepted_tokens_are_shared() -> None:
     # With a step in flight, the request's KV includes a token that is not accepted yet.
-    rig = CoreRig(depth=2)
+    rig = CoreRig(CoreSettings(depth=2))
     rig.add(0, [1, 2, 3], max_tokens=40, ignore_eos=True)
     request = rig.core._requests[0]
 
@@ -406,7 +406,7 @@ def test_generated_blocks_are_found_by_the_next_turn_of_a_conversation() -> None
 
 def test_a_preempted_request_delivers_every_token_once() -> None:
     for depth in (1, 2):
-        rig = CoreRig(num_blocks=9, max_num_seqs=3, depth=depth)
+        rig = CoreRig(CoreSettings(num_blocks=9, max_num_seqs=3, depth=depth))
         for key in range(3):
             rig.add(key, [key] * 6, max_tokens=20, ignore_eos=True)
 
@@ -419,7 +419,7 @@ def test_a_preempted_request_delivers_every_token_once() -> None:
 
 def test_every_launch_names_a_prepared_bucket() -> None:
     for strategy in ("exponential", "linear"):
-        rig = CoreRig(buckets=strategy, max_num_seqs=8, budget=24, num_blocks=40)
+        rig = CoreRig(CoreSettings(buckets=strategy, max_num_seqs=8, budget=24, num_blocks=40))
         for key in range(20):
             rig.add(key, [1] * (1 + 2 * key), max_tokens=10, ignore_eos=True)
 
@@ -432,7 +432,7 @@ def test_every_launch_names_a_prepared_bucket() -> None:
 
 
 def test_each_plan_is_collected_once_and_no_message_follows_a_finish() -> None:
-    rig = CoreRig(max_num_seqs=3)
+    rig = CoreRig(CoreSettings(max_num_seqs=3))
     for key in range(9):
         rig.add(key, [key, 1], max_tokens=7)
 
@@ -451,7 +451,9 @@ def test_tokens_do_not_depend_on_batch_bucket_chunk_prefix_or_preemption() -> No
         (1, 2), (5, 40), (14, 60), ("exact", "linear")
     ):
         rig = CoreRig(
-            depth=depth, budget=budget, num_blocks=num_blocks, buckets=buckets, max_num_seqs=4
+            CoreSettings(
+                depth=depth, budget=budget, num_blocks=num_blocks, buckets=buckets, max_num_seqs=4
+            )
         )
         for key in range(4):
             rig.add(key, prompt[: 4 + 4 * key], seed=11, temperature=1.0, max_tokens=18)
@@ -463,7 +465,7 @@ def test_tokens_do_not_depend_on_batch_bucket_chunk_prefix_or_preemption() -> No
 
 def test_an_abort_at_any_moment_leaks_nothing() -> None:
     for depth, steps, size in itertools.product((1, 2), range(9), (3, 30)):
-        rig = CoreRig(depth=depth, budget=8, max_num_seqs=2)
+        rig = CoreRig(CoreSettings(depth=depth, budget=8, max_num_seqs=2))
         rig.add(0, [1] * size, **LONG)
         rig.add(1, [2, 3], **LONG)
         rig.add(2, [4], **LONG)
@@ -480,7 +482,7 @@ def test_an_abort_at_any_moment_leaks_nothing() -> None:
 
 
 def test_blocks_of_an_aborted_request_are_freed_after_its_last_plan() -> None:
-    rig = CoreRig(depth=2)
+    rig = CoreRig(CoreSettings(depth=2))
     rig.add(0, [1, 2, 3], **LONG)
     rig.run(steps=4)
     assert rig.core.num_inflight == 1
@@ -496,7 +498,7 @@ def test_blocks_of_an_aborted_request_are_freed_after_its_last_plan() -> None:
 
 def test_the_cost_of_a_step_does_not_grow_with_the_waiting_queue() -> None:
     def quickest_turn(num_waiting: int) -> float:
-        rig = CoreRig(max_num_seqs=1, max_queue_len=30_000)
+        rig = CoreRig(CoreSettings(max_num_seqs=1, max_queue_len=30_000))
         rig.add(0, [1], **LONG)
         for key in range(1, num_waiting + 1):
             rig.core.add_request(AddRequest(key, raw([1]), SamplingParams()), [])
@@ -512,7 +514,7 @@ def test_the_cost_of_a_step_does_not_grow_with_the_waiting_queue() -> None:
 
 
 def test_waiting_requests_can_leave_a_long_queue_in_any_order() -> None:
-    rig = CoreRig(max_num_seqs=1, max_queue_len=30_000)
+    rig = CoreRig(CoreSettings(max_num_seqs=1, max_queue_len=30_000))
     for key in range(20_000):
         rig.core.add_request(AddRequest(key, raw([1]), SamplingParams()), [])
 

@@ -2,7 +2,7 @@
 receive them."""
 
 import pytest
-from core_rig import CoreRig
+from core_rig import CoreRig, CoreSettings
 
 from engine.transport.messages import StepOutput
 from hpu.protocol import RequestSampling
@@ -45,7 +45,8 @@ def test_a_request_ends_by_the_first_matching_rule(
     stop_token: int | None,
 ) -> None:
     rig = CoreRig(
-        depth=depth, next_token=script(5, 6, EOS, 7), max_tokens_per_step=max_tokens_per_step
+        CoreSettings(depth=depth, max_tokens_per_step=max_tokens_per_step),
+        next_token=script(5, 6, EOS, 7),
     )
     rig.add(0, [1, 1], **{"max_tokens": 5, **sampling})
 
@@ -57,7 +58,7 @@ def test_a_request_ends_by_the_first_matching_rule(
 
 
 def test_the_end_of_the_context_has_finish_reason_length() -> None:
-    rig = CoreRig(max_model_len=16, next_token=script(9))
+    rig = CoreRig(CoreSettings(max_model_len=16), next_token=script(9))
     rig.add(0, [1] * 15, max_tokens=None)
     rig.add(1, [2] * 6, max_tokens=100)
 
@@ -68,7 +69,7 @@ def test_the_end_of_the_context_has_finish_reason_length() -> None:
 
 
 def test_a_surplus_planned_decode_delivers_no_extra_token() -> None:
-    rig = CoreRig(depth=2, next_token=script(EOS))
+    rig = CoreRig(CoreSettings(depth=2), next_token=script(EOS))
     rig.add(0, [1], max_tokens=9)
 
     rig.run()
@@ -79,7 +80,7 @@ def test_a_surplus_planned_decode_delivers_no_extra_token() -> None:
 
 
 def test_a_request_is_not_planned_beyond_max_tokens() -> None:
-    rig = CoreRig(depth=2, next_token=script(9))
+    rig = CoreRig(CoreSettings(depth=2), next_token=script(9))
     rig.add(0, [1], max_tokens=3)
 
     rig.run()
@@ -106,7 +107,7 @@ def test_nan_logits_fail_only_their_request() -> None:
 
 
 def test_max_tokens_0_returns_no_token() -> None:
-    rig = CoreRig(budget=4)
+    rig = CoreRig(CoreSettings(budget=4))
     rig.add(0, [1, 2, 3], max_tokens=0)
     rig.add(1, [4, 5, 6, 7, 8, 9], max_tokens=0, prompt_logprobs=1)
 
@@ -120,11 +121,7 @@ def test_max_tokens_0_returns_no_token() -> None:
 def test_prompt_logprobs_are_sent_once_and_in_order_despite_a_preemption() -> None:
     for depth in (1, 2):
         rig = CoreRig(
-            num_blocks=17,
-            max_num_seqs=3,
-            budget=5,
-            depth=depth,
-            policy="priority",
+            CoreSettings(num_blocks=17, max_num_seqs=3, budget=5, depth=depth, policy="priority"),
             next_token=script(9),
         )
         for key in (1, 2):
@@ -169,7 +166,7 @@ def test_each_front_end_gets_only_its_own_keys() -> None:
 
 
 def test_a_finish_has_the_time_of_each_phase() -> None:
-    rig = CoreRig(max_num_seqs=1, next_token=script(9))
+    rig = CoreRig(CoreSettings(max_num_seqs=1), next_token=script(9))
     rig.add(0, [1], max_tokens=4)
     rig.add(1, [2], max_tokens=4)
 
@@ -182,7 +179,7 @@ def test_a_finish_has_the_time_of_each_phase() -> None:
 
 
 def test_a_sent_message_is_not_changed_by_later_steps() -> None:
-    rig = CoreRig(depth=1, next_token=script(9))
+    rig = CoreRig(CoreSettings(depth=1), next_token=script(9))
     rig.add(0, [1], max_tokens=9)
     (_, first) = rig.step()[0]
     steps = first.stats.steps if first.stats else None
@@ -244,7 +241,7 @@ def test_nan_logits_with_an_allowed_token_are_a_server_error(sampling: dict[str,
 
 
 def test_several_tokens_of_a_step_are_sent_in_one_column_with_their_logprobs() -> None:
-    rig = CoreRig(depth=1, max_tokens_per_step=4, next_token=script(5, 6, 7, 8))
+    rig = CoreRig(CoreSettings(depth=1, max_tokens_per_step=4), next_token=script(5, 6, 7, 8))
     prompts = {key: [key, 1, 1] for key in range(4)}
     for key, prompt in prompts.items():
         rig.add(key, prompt, max_tokens=14, logprobs=0)
@@ -261,7 +258,7 @@ def test_several_tokens_of_a_step_are_sent_in_one_column_with_their_logprobs() -
 
 
 def test_blocks_of_several_accepted_tokens_are_cached() -> None:
-    rig = CoreRig(depth=2, max_tokens_per_step=4, next_token=script(*range(3, 40)))
+    rig = CoreRig(CoreSettings(depth=2, max_tokens_per_step=4), next_token=script(*range(3, 40)))
     rig.add(0, [1, 1], max_tokens=30)
     rig.run()
 

@@ -4,7 +4,7 @@ by a millisecond at each read, and the rig checks after each step that no block 
 import random
 
 import pytest
-from core_rig import CoreRig
+from core_rig import CoreRig, CoreSettings
 
 from engine.transport.messages import FRONT_END_SHIFT
 
@@ -18,7 +18,7 @@ def is_timeout(rig: CoreRig, key: int) -> bool:
 
 
 def test_a_deadline_ends_a_waiting_request() -> None:
-    rig = CoreRig(max_num_seqs=1)
+    rig = CoreRig(CoreSettings(max_num_seqs=1))
     rig.add(1, [1, 2, 3], max_tokens=50, ignore_eos=True)
     rig.add(2, [4, 5, 6], max_tokens=5, timeout_s=SOON_S)
     rig.add(3, [7, 8, 9], max_tokens=5, timeout_s=LATE_S)
@@ -33,7 +33,7 @@ def test_a_deadline_ends_a_waiting_request() -> None:
 
 
 def test_a_deadline_ends_a_running_request_and_frees_its_blocks() -> None:
-    rig = CoreRig(max_num_seqs=4)
+    rig = CoreRig(CoreSettings(max_num_seqs=4))
     rig.add(1, [1, 2, 3], max_tokens=50, ignore_eos=True, timeout_s=SOON_S)
     rig.add(2, [4, 5, 6], max_tokens=50, ignore_eos=True)
 
@@ -60,7 +60,7 @@ def test_an_engine_without_deadlines_reads_the_clock_less_often() -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_random_deadlines_and_aborts_lose_no_block(seed: int) -> None:
     rng = random.Random(seed)
-    rig = CoreRig(num_blocks=24, max_num_seqs=3, budget=8, fair_share=seed % 2 == 1)
+    rig = CoreRig(CoreSettings(num_blocks=24, max_num_seqs=3, budget=8, fair_share=seed % 2 == 1))
     for key in range(60):
         rig.add(
             key,
@@ -94,7 +94,9 @@ def first_steps(rig: CoreRig, keys: list[int]) -> dict[int, int]:
 
 
 def flooded(*, fair_share: bool) -> dict[int, int]:
-    rig = CoreRig(max_num_seqs=2, num_blocks=64, fair_share=fair_share, max_queue_len=20_000)
+    rig = CoreRig(
+        CoreSettings(max_num_seqs=2, num_blocks=64, fair_share=fair_share, max_queue_len=20_000)
+    )
     for key in range(300):
         rig.add(key, [key % 50, 1, 2], max_tokens=3, ignore_eos=True, tenant=A)
     for _ in range(20):
@@ -115,7 +117,7 @@ def test_a_new_key_is_served_before_the_flood_of_another_key() -> None:
 
 
 def test_the_tokens_of_each_key_are_reported() -> None:
-    rig = CoreRig(fair_share=True, max_num_seqs=1, prefix_caching=False)
+    rig = CoreRig(CoreSettings(fair_share=True, max_num_seqs=1, prefix_caching=False))
     rig.add(1, [1, 2, 3], max_tokens=4, ignore_eos=True, tenant=0x0A5 << 48)
     rig.add(2, [4, 5, 6], max_tokens=4, ignore_eos=True)
     rig.step()
@@ -128,7 +130,7 @@ def test_the_tokens_of_each_key_are_reported() -> None:
 
 
 def test_the_rate_and_the_shares_of_the_queue_are_reported() -> None:
-    rig = CoreRig(max_num_seqs=1, max_ttft_s=5.0)
+    rig = CoreRig(CoreSettings(max_num_seqs=1, max_ttft_s=5.0))
     for key, tenant in ((1, A), (2, A), (3, B)):
         rig.add(key, [1, 2, 3], max_tokens=4, ignore_eos=True, tenant=tenant)
     rig.step()
@@ -143,7 +145,7 @@ def test_the_rate_and_the_shares_of_the_queue_are_reported() -> None:
 
 
 def test_requests_of_a_lost_front_end_are_freed() -> None:
-    rig = CoreRig(max_num_seqs=2)
+    rig = CoreRig(CoreSettings(max_num_seqs=2))
     gone, stays = 1 << FRONT_END_SHIFT, 2 << FRONT_END_SHIFT
     for key in (gone + 1, stays + 1, gone + 2, stays + 2):
         rig.add(key, [1, 2, 3], max_tokens=10, ignore_eos=True)

@@ -2,7 +2,7 @@
 worker."""
 
 import pytest
-from core_rig import CoreRig
+from core_rig import CoreRig, CoreSettings
 from counting_worker import NO_MEMORY, counting_command
 
 from config.engine import EngineConfig
@@ -22,7 +22,7 @@ def state(rig: CoreRig) -> str:
 
 
 def test_open_requests_fail_with_a_retry_hint_when_the_engine_sleeps() -> None:
-    rig = CoreRig(max_num_seqs=1)
+    rig = CoreRig(CoreSettings(max_num_seqs=1))
     rig.add(0, PROMPT, **LONG)
     rig.add(1, PROMPT, **LONG)
     rig.run(steps=3)

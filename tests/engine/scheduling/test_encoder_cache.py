@@ -4,7 +4,7 @@ read the plans of a real core, whose executor checks each launch."""
 import random
 
 import pytest
-from core_rig import CoreRig
+from core_rig import CoreRig, CoreSettings
 
 from hpu.protocol import PREFILL
 
@@ -47,7 +47,7 @@ def add(rig: CoreRig, key: int, *pieces: int | bytes, **more: object) -> None:
 
 
 def test_an_image_is_encoded_with_the_first_chunk_that_has_its_tokens() -> None:
-    rig = CoreRig(budget=8, encoder_cache_tokens=20)
+    rig = CoreRig(CoreSettings(budget=8, encoder_cache_tokens=20))
     add(rig, 1, 9, content(0), 3)
 
     rig.run()
@@ -57,7 +57,7 @@ def test_an_image_is_encoded_with_the_first_chunk_that_has_its_tokens() -> None:
 
 
 def test_a_chunk_ends_before_an_image_without_cache_space() -> None:
-    rig = CoreRig(budget=32, encoder_cache_tokens=10)
+    rig = CoreRig(CoreSettings(budget=32, encoder_cache_tokens=10))
     add(rig, 1, 4, content(0), 2, content(1), 2)
 
     rig.run()
@@ -68,7 +68,7 @@ def test_a_chunk_ends_before_an_image_without_cache_space() -> None:
 
 
 def test_a_chunk_does_not_split_an_image_with_bidirectional_attention() -> None:
-    rig = CoreRig(budget=8, encoder_cache_tokens=20, whole_images=True)
+    rig = CoreRig(CoreSettings(budget=8, encoder_cache_tokens=20, whole_images=True))
     add(rig, 1, 4, content(0), content(1), 3)
 
     rig.run()
@@ -77,7 +77,9 @@ def test_a_chunk_does_not_split_an_image_with_bidirectional_attention() -> None:
 
 
 def test_an_image_waits_until_decodes_leave_enough_tokens() -> None:
-    rig = CoreRig(budget=6, max_num_seqs=3, encoder_cache_tokens=20, whole_images=True)
+    rig = CoreRig(
+        CoreSettings(budget=6, max_num_seqs=3, encoder_cache_tokens=20, whole_images=True)
+    )
     add(rig, 1, 3, max_tokens=5)
     rig.run(steps=2)
     add(rig, 2, content(0), 1)
@@ -90,7 +92,7 @@ def test_an_image_waits_until_decodes_leave_enough_tokens() -> None:
 
 
 def test_equal_images_of_several_requests_are_encoded_once() -> None:
-    rig = CoreRig(budget=64, encoder_cache_tokens=20, prefix_caching=False)
+    rig = CoreRig(CoreSettings(budget=64, encoder_cache_tokens=20, prefix_caching=False))
     for key in range(4):
         add(rig, key, key + 1, content(0), 1 + key)
     rig.run()
@@ -106,7 +108,7 @@ def test_equal_images_of_several_requests_are_encoded_once() -> None:
 
 
 def test_the_image_that_was_used_least_recently_is_freed() -> None:
-    rig = CoreRig(budget=64, encoder_cache_tokens=12, prefix_caching=False)
+    rig = CoreRig(CoreSettings(budget=64, encoder_cache_tokens=12, prefix_caching=False))
     for key, number in enumerate((0, 1, 0, 2)):
         add(rig, key, 2, content(number), 2)
         rig.run()
@@ -116,7 +118,7 @@ def test_the_image_that_was_used_least_recently_is_freed() -> None:
 
 
 def test_images_of_a_cached_prefix_are_not_encoded() -> None:
-    rig = CoreRig(budget=64, encoder_cache_tokens=6)
+    rig = CoreRig(CoreSettings(budget=64, encoder_cache_tokens=6))
     add(rig, 1, 2, content(0), 4, content(1), 2)
     rig.run()
     add(rig, 2, 2, content(0), 4, content(2), 2)
@@ -131,7 +133,7 @@ def test_images_of_a_cached_prefix_are_not_encoded() -> None:
 
 
 def test_different_images_never_share_blocks() -> None:
-    rig = CoreRig(budget=64, encoder_cache_tokens=30)
+    rig = CoreRig(CoreSettings(budget=64, encoder_cache_tokens=30))
     for key, number in enumerate((0, 1, 0)):
         add(rig, key, 5, content(number), 5)
         rig.run()
@@ -144,7 +146,9 @@ def test_different_images_never_share_blocks() -> None:
 def test_a_preempted_request_encodes_its_image_again() -> None:
     # The first request grows until the second, in the middle of its prompt, is preempted.
     rig = CoreRig(
-        num_blocks=9, budget=4, max_num_seqs=2, encoder_cache_tokens=6, prefix_caching=False
+        CoreSettings(
+            num_blocks=9, budget=4, max_num_seqs=2, encoder_cache_tokens=6, prefix_caching=False
+        )
     )
     add(rig, 1, 4, max_tokens=20)
     rig.run(steps=2)
@@ -158,7 +162,7 @@ def test_a_preempted_request_encodes_its_image_again() -> None:
 
 
 def test_an_abort_in_the_middle_of_an_image_frees_its_cache_space() -> None:
-    rig = CoreRig(budget=4, encoder_cache_tokens=6)
+    rig = CoreRig(CoreSettings(budget=4, encoder_cache_tokens=6))
     add(rig, 1, 2, content(0), 2)
     rig.run(steps=1)
     rig.abort(1)
@@ -171,31 +175,31 @@ def test_an_abort_in_the_middle_of_an_image_frees_its_cache_space() -> None:
 
 
 @pytest.mark.parametrize(
-    ("facts", "pieces", "error"),
+    ("settings", "pieces", "error"),
     [
-        ({}, (2, content(0), 1), "has 1 images, the model takes 0"),
+        (CoreSettings(), (2, content(0), 1), "has 1 images, the model takes 0"),
         (
-            {"encoder_cache_tokens": 5},
+            CoreSettings(encoder_cache_tokens=5),
             (2, content(0), 1),
             "an image has 6 embeddings, the encoder cache has room for 5",
         ),
         (
-            {"encoder_cache_tokens": 9, "whole_images": True, "budget": 5},
+            CoreSettings(encoder_cache_tokens=9, whole_images=True, budget=5),
             (2, content(0), 1),
             "an image has 6 tokens, which must be computed in one step, and "
             "max_num_batched_tokens is 5",
         ),
         (
-            {"encoder_cache_tokens": 30, "request_tiles": 6},
+            CoreSettings(encoder_cache_tokens=30, request_tiles=6),
             (2, content(0), 1, content(1)),
             "2 images have 12 tiles, the model reads at most 6 (--cross-attention-images)",
         ),
     ],
 )
 def test_an_image_that_can_never_be_computed_is_refused(
-    facts: dict[str, int], pieces: tuple[int | bytes, ...], error: str
+    settings: CoreSettings, pieces: tuple[int | bytes, ...], error: str
 ) -> None:
-    rig = CoreRig(**facts)  # type: ignore[arg-type]
+    rig = CoreRig(settings)
     add(rig, 1, *pieces)
 
     rig.run()
@@ -208,7 +212,7 @@ def test_an_image_that_can_never_be_computed_is_refused(
 
 def test_images_that_exceed_their_prompt_or_overlap_are_refused() -> None:
     for images in ([(9, 6, content(0))], [(0, 6, content(0)), (5, 6, content(1))]):
-        rig = CoreRig(encoder_cache_tokens=20)
+        rig = CoreRig(CoreSettings(encoder_cache_tokens=20))
         rig.add(1, [IMAGE] * 14, images=images, **ONE)
         rig.run()
 
@@ -216,7 +220,9 @@ def test_images_that_exceed_their_prompt_or_overlap_are_refused() -> None:
 
 
 def test_cross_attention_images_are_held_until_the_request_ends() -> None:
-    rig = CoreRig(budget=64, encoder_cache_tokens=12, request_tiles=12, prefix_caching=False)
+    rig = CoreRig(
+        CoreSettings(budget=64, encoder_cache_tokens=12, request_tiles=12, prefix_caching=False)
+    )
     add(rig, 1, 3, content(0), 2, content(1), 2, max_tokens=5)
     add(rig, 2, 2, content(0), 2, max_tokens=2)
     add(rig, 3, 2, content(2), 2, max_tokens=1)
@@ -235,7 +241,7 @@ def test_cross_attention_images_are_held_until_the_request_ends() -> None:
 
 
 def test_cross_attention_images_of_a_cached_prefix_are_also_encoded() -> None:
-    rig = CoreRig(budget=64, encoder_cache_tokens=6, request_tiles=6)
+    rig = CoreRig(CoreSettings(budget=64, encoder_cache_tokens=6, request_tiles=6))
     for key, number in enumerate((0, 1, 0)):
         add(rig, key, 6, content(number), 6)
         rig.run()
@@ -251,14 +257,16 @@ def test_cross_attention_images_of_a_cached_prefix_are_also_encoded() -> None:
 def test_all_random_requests_with_images_finish(kind: str, seed: int) -> None:
     chance = random.Random(seed)
     rig = CoreRig(
-        num_blocks=chance.choice((14, 40)),
-        budget=chance.choice((6, 13, 40)),
-        max_num_seqs=chance.choice((2, 4)),
-        encoder_cache_tokens=chance.choice((6, 15, 60) if kind != "tiles" else (18, 24, 60)),
-        prefix_caching=chance.random() < 0.7,
-        whole_images=kind == "whole",
-        request_tiles=18 if kind == "tiles" else 0,
-        max_tokens_per_step=chance.choice((1, 3)),
+        CoreSettings(
+            num_blocks=chance.choice((14, 40)),
+            budget=chance.choice((6, 13, 40)),
+            max_num_seqs=chance.choice((2, 4)),
+            encoder_cache_tokens=chance.choice((6, 15, 60) if kind != "tiles" else (18, 24, 60)),
+            prefix_caching=chance.random() < 0.7,
+            whole_images=kind == "whole",
+            request_tiles=18 if kind == "tiles" else 0,
+            max_tokens_per_step=chance.choice((1, 3)),
+        )
     )
     for key in range(40):
         pieces: list[int | bytes] = [chance.randrange(1, 6)]

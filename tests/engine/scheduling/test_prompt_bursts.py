@@ -1,8 +1,10 @@
 """engine/scheduling/scheduler.py: prompts that arrive together. A launch with a few of them is as
 fast per token as a launch with all of them (`prefill_launch_tokens`)."""
 
+from dataclasses import replace
+
 import pytest
-from core_rig import CoreRig
+from core_rig import CoreRig, CoreSettings
 
 from hpu.protocol import DECODE, PREFILL, StepPlan
 
@@ -10,16 +12,14 @@ BUDGET, LAUNCH, PROMPT = 64, 16, 8
 ENDLESS = {"ignore_eos": True, "max_tokens": None}
 
 
-def burst_rig(*, launch_tokens: int = LAUNCH, num_seqs: int = 32, **settings: int) -> CoreRig:
-    return CoreRig(
-        budget=BUDGET,
-        max_num_seqs=num_seqs,
-        max_prefill_batch=num_seqs,
-        num_blocks=1024,
-        max_model_len=128,
-        prefill_launch_tokens=launch_tokens,
-        **settings,
-    )
+BURST = CoreSettings(
+    budget=BUDGET,
+    max_num_seqs=32,
+    max_prefill_batch=32,
+    num_blocks=1024,
+    max_model_len=128,
+    prefill_launch_tokens=LAUNCH,
+)
 
 
 def burst(rig: CoreRig, keys: range, length: int = PROMPT, **sampling: object) -> None:
@@ -41,7 +41,7 @@ def first_tokens(plan: StepPlan) -> list[int]:
 
 
 def test_prompts_are_launched_in_arrival_order_in_small_groups() -> None:
-    rig = burst_rig()
+    rig = CoreRig(BURST)
     burst(rig, range(16))
 
     rig.run()
@@ -57,7 +57,7 @@ def test_prompts_are_launched_in_arrival_order_in_small_groups() -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_first_tokens_are_sent_when_their_own_launch_is_done(depth: int) -> None:
-    rig = burst_rig(depth=depth)
+    rig = CoreRig(replace(BURST, depth=depth))
     burst(rig, range(8))
 
     answered = []
@@ -70,7 +70,7 @@ def test_first_tokens_are_sent_when_their_own_launch_is_done(depth: int) -> None
 
 
 def test_a_burst_decodes_once_for_each_budget_of_prompt_tokens() -> None:
-    rig = burst_rig()
+    rig = CoreRig(BURST)
     burst(rig, range(3), **ENDLESS)
     rig.run(steps=3)
     before = len(rig.plans)
@@ -85,7 +85,7 @@ def test_a_burst_decodes_once_for_each_budget_of_prompt_tokens() -> None:
 
 
 def test_running_requests_wait_for_no_more_prompt_tokens_than_a_step_may_have() -> None:
-    rig = burst_rig()
+    rig = CoreRig(BURST)
     burst(rig, range(2), **ENDLESS)
     rig.run(steps=3)
     before = len(rig.plans)
@@ -103,7 +103,7 @@ def test_running_requests_wait_for_no_more_prompt_tokens_than_a_step_may_have() 
 
 
 def test_a_prompt_longer_than_the_launch_size_is_not_split() -> None:
-    rig = burst_rig()
+    rig = CoreRig(BURST)
     burst(rig, range(3), length=40)
 
     rig.run()
@@ -113,7 +113,7 @@ def test_a_prompt_longer_than_the_launch_size_is_not_split() -> None:
 
 
 def test_prompts_that_do_not_fill_a_launch_delay_no_decode() -> None:
-    rig = burst_rig()
+    rig = CoreRig(BURST)
     burst(rig, range(2), **ENDLESS)
     rig.run(steps=3)
     before = len(rig.plans)
@@ -126,7 +126,7 @@ def test_prompts_that_do_not_fill_a_launch_delay_no_decode() -> None:
 
 
 def test_running_requests_decode_while_prompts_cannot_start() -> None:
-    rig = burst_rig(num_seqs=4)
+    rig = CoreRig(replace(BURST, max_num_seqs=4, max_prefill_batch=4))
     burst(rig, range(8), max_tokens=12)
 
     rig.run()
@@ -139,7 +139,7 @@ def test_running_requests_decode_while_prompts_cannot_start() -> None:
 
 
 def test_without_a_launch_size_prompts_fill_the_token_budget() -> None:
-    rig = burst_rig(launch_tokens=0)
+    rig = CoreRig(replace(BURST, prefill_launch_tokens=0))
     burst(rig, range(16))
 
     rig.run()

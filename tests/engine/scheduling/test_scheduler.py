@@ -6,7 +6,7 @@ import random
 from functools import partial
 
 import pytest
-from core_rig import CoreRig
+from core_rig import CoreRig, CoreSettings
 
 from config.log import LimitedWarning
 from engine.request import RUNNING
@@ -27,7 +27,7 @@ def prefilled(plan: StepPlan) -> int:
 
 
 def test_decodes_continue_while_a_long_prompt_is_chunked() -> None:
-    rig = CoreRig(budget=8, max_num_seqs=4)
+    rig = CoreRig(CoreSettings(budget=8, max_num_seqs=4))
     for key in range(3):
         rig.add(key, [key, 1], **ENDLESS)
     rig.run(steps=3)
@@ -44,7 +44,7 @@ def test_decodes_continue_while_a_long_prompt_is_chunked() -> None:
 
 
 def test_no_step_exceeds_its_token_budget() -> None:
-    rig = CoreRig(budget=7, max_num_seqs=5)
+    rig = CoreRig(CoreSettings(budget=7, max_num_seqs=5))
     for key in range(8):
         rig.add(key, list(range(1 + 5 * key)), max_tokens=5)
 
@@ -55,7 +55,7 @@ def test_no_step_exceeds_its_token_budget() -> None:
 
 
 def test_drafts_are_counted_in_the_token_budget_of_a_step() -> None:
-    rig = CoreRig(budget=24, max_num_seqs=5, max_tokens_per_step=4, max_model_len=100)
+    rig = CoreRig(CoreSettings(budget=24, max_num_seqs=5, max_tokens_per_step=4, max_model_len=100))
     for key in range(4):
         rig.add(key, [key, 1], **ENDLESS)
     rig.run(steps=3)
@@ -70,7 +70,7 @@ def test_drafts_are_counted_in_the_token_budget_of_a_step() -> None:
 def test_drafts_above_the_token_budget_leave_prompts_one_block_and_log_a_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    rig = CoreRig(budget=14, max_num_seqs=5, max_tokens_per_step=4, max_model_len=100)
+    rig = CoreRig(CoreSettings(budget=14, max_num_seqs=5, max_tokens_per_step=4, max_model_len=100))
     for key in range(4):
         rig.add(key, [key, 1], **ENDLESS)
     rig.run(steps=4)
@@ -92,14 +92,14 @@ def test_drafts_above_the_token_budget_leave_prompts_one_block_and_log_a_warning
 def test_no_budget_warning_is_logged_without_drafts_or_if_drafts_fit(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    CoreRig(budget=5, max_num_seqs=5)
-    CoreRig(budget=20, max_num_seqs=5, max_tokens_per_step=4)
+    CoreRig(CoreSettings(budget=5, max_num_seqs=5))
+    CoreRig(CoreSettings(budget=20, max_num_seqs=5, max_tokens_per_step=4))
 
     assert not caplog.records
 
 
 def test_the_queue_is_served_in_order_of_arrival() -> None:
-    rig = CoreRig(max_num_seqs=1)
+    rig = CoreRig(CoreSettings(max_num_seqs=1))
     for key in (5, 3, 9):
         rig.add(key, [key], max_tokens=1)
 
@@ -110,7 +110,7 @@ def test_the_queue_is_served_in_order_of_arrival() -> None:
 
 
 def test_a_smaller_priority_value_is_scheduled_first_under_the_priority_policy() -> None:
-    rig = CoreRig(max_num_seqs=1, policy="priority", depth=1)
+    rig = CoreRig(CoreSettings(max_num_seqs=1, policy="priority", depth=1))
     rig.add(0, [1], max_tokens=1, priority=5)
     rig.add(1, [2], max_tokens=1, priority=-1)
     rig.add(2, [3], max_tokens=1, priority=5)
@@ -122,7 +122,7 @@ def test_a_smaller_priority_value_is_scheduled_first_under_the_priority_policy()
 
 
 def test_fcfs_ignores_priority() -> None:
-    rig = CoreRig(max_num_seqs=1, depth=1)
+    rig = CoreRig(CoreSettings(max_num_seqs=1, depth=1))
     rig.add(0, [1], max_tokens=1, priority=5)
     rig.add(1, [2], max_tokens=1, priority=-1)
 
@@ -132,7 +132,7 @@ def test_fcfs_ignores_priority() -> None:
 
 
 def test_the_output_of_a_request_with_a_salt_is_private() -> None:
-    rig = CoreRig(depth=1)
+    rig = CoreRig(CoreSettings(depth=1))
     rig.add(0, [1], max_tokens=1, salt="mine")
     rig.add(1, [2], max_tokens=1)
 
@@ -143,7 +143,7 @@ def test_the_output_of_a_request_with_a_salt_is_private() -> None:
 
 
 def test_blocks_are_allocated_only_as_they_are_needed() -> None:
-    rig = CoreRig(budget=8, depth=1)
+    rig = CoreRig(CoreSettings(budget=8, depth=1))
     rig.add(0, list(range(20)), max_tokens=6, ignore_eos=True)
 
     used = []
@@ -158,7 +158,7 @@ def test_blocks_are_allocated_only_as_they_are_needed() -> None:
 
 
 def test_the_newest_request_is_preempted_and_continues_where_it_was() -> None:
-    rig = CoreRig(num_blocks=10, max_num_seqs=3, budget=32)
+    rig = CoreRig(CoreSettings(num_blocks=10, max_num_seqs=3, budget=32))
     for key in range(3):
         rig.add(key, [key] * 8, max_tokens=14, ignore_eos=True)
 
@@ -173,7 +173,7 @@ def test_the_newest_request_is_preempted_and_continues_where_it_was() -> None:
 
 
 def test_the_request_of_the_highest_priority_is_not_preempted() -> None:
-    rig = CoreRig(num_blocks=10, max_num_seqs=3, policy="priority")
+    rig = CoreRig(CoreSettings(num_blocks=10, max_num_seqs=3, policy="priority"))
     rig.add(0, [1] * 8, max_tokens=20, ignore_eos=True, priority=9)
     rig.add(1, [2] * 8, max_tokens=20, ignore_eos=True, priority=0)
     rig.add(2, [3] * 8, max_tokens=20, ignore_eos=True, priority=5)
@@ -192,7 +192,7 @@ def test_the_first_preemption_is_logged_with_advice_and_the_next_a_minute_later(
     times = {"now": 100.0}
     limited = partial(LimitedWarning, clock=lambda: times["now"])
     monkeypatch.setattr("engine.scheduling.scheduler.LimitedWarning", limited)
-    rig = CoreRig(num_blocks=8, max_num_seqs=2, prefix_caching=False)
+    rig = CoreRig(CoreSettings(num_blocks=8, max_num_seqs=2, prefix_caching=False))
     seen = []
     for after_s in (0, 30, 61):
         times["now"] += after_s
@@ -214,7 +214,7 @@ def test_the_first_preemption_is_logged_with_advice_and_the_next_a_minute_later(
 
 
 def test_a_preempted_request_starts_with_an_empty_table_and_keeps_its_tokens() -> None:
-    rig = CoreRig(num_blocks=8, max_num_seqs=2, prefix_caching=False)
+    rig = CoreRig(CoreSettings(num_blocks=8, max_num_seqs=2, prefix_caching=False))
     rig.add(0, [1] * 8, max_tokens=20, ignore_eos=True)
     rig.add(1, [2] * 8, max_tokens=20, ignore_eos=True)
 
@@ -231,7 +231,7 @@ def test_a_preempted_request_starts_with_an_empty_table_and_keeps_its_tokens() -
 
 
 def test_a_plan_lists_each_grown_block_of_a_request_once() -> None:
-    rig = CoreRig(num_blocks=12, max_num_seqs=4, budget=12)
+    rig = CoreRig(CoreSettings(num_blocks=12, max_num_seqs=4, budget=12))
     for key in range(10):
         rig.add(key, list(range(key + 1)), max_tokens=9, ignore_eos=True)
 
@@ -245,7 +245,7 @@ def test_a_plan_lists_each_grown_block_of_a_request_once() -> None:
 
 def test_a_lone_request_that_outgrows_the_cache_fails_with_the_numbers() -> None:
     for depth in (1, 2):
-        rig = CoreRig(num_blocks=4, max_num_seqs=2, depth=depth)
+        rig = CoreRig(CoreSettings(num_blocks=4, max_num_seqs=2, depth=depth))
         rig.add(0, [1] * 8, max_tokens=50, ignore_eos=True)
 
         rig.run()
@@ -256,7 +256,7 @@ def test_a_lone_request_that_outgrows_the_cache_fails_with_the_numbers() -> None
 
 
 def test_a_request_that_does_not_fit_waits_for_the_running_requests() -> None:
-    rig = CoreRig(num_blocks=8, max_num_seqs=2)
+    rig = CoreRig(CoreSettings(num_blocks=8, max_num_seqs=2))
     rig.add(0, [1] * 16, max_tokens=4, ignore_eos=True)
     rig.add(1, [2] * 16, max_tokens=4, ignore_eos=True)
 
@@ -267,7 +267,7 @@ def test_a_request_that_does_not_fit_waits_for_the_running_requests() -> None:
 
 
 def test_the_admission_watermark_keeps_blocks_for_running_requests() -> None:
-    rig = CoreRig(num_blocks=198, max_num_seqs=8, max_model_len=400, budget=400)
+    rig = CoreRig(CoreSettings(num_blocks=198, max_num_seqs=8, max_model_len=400, budget=400))
     rig.add(0, [1] * 396, max_tokens=4, ignore_eos=True)
     rig.add(1, [2] * 396, max_tokens=4, ignore_eos=True)
 
@@ -280,7 +280,9 @@ def test_the_admission_watermark_keeps_blocks_for_running_requests() -> None:
 
 
 def test_an_index_is_reused_only_after_the_last_plan_that_names_it() -> None:
-    rig = CoreRig(max_num_seqs=2, depth=2, next_token=lambda history, generated, sampling: 2)
+    rig = CoreRig(
+        CoreSettings(max_num_seqs=2, depth=2), next_token=lambda history, generated, sampling: 2
+    )
     for key in range(12):
         rig.add(key, [key + 1, 7], max_tokens=9)
 
@@ -296,7 +298,7 @@ def test_an_index_is_reused_only_after_the_last_plan_that_names_it() -> None:
 
 
 def test_a_request_with_its_last_token_in_flight_is_not_preempted() -> None:
-    rig = CoreRig(num_blocks=6, max_num_seqs=2, depth=2)
+    rig = CoreRig(CoreSettings(num_blocks=6, max_num_seqs=2, depth=2))
     rig.add(0, [1] * 8, max_tokens=12, ignore_eos=True)
     rig.run(steps=4)
     rig.add(1, [2], max_tokens=5, ignore_eos=True)
@@ -311,7 +313,7 @@ def test_a_request_with_its_last_token_in_flight_is_not_preempted() -> None:
 
 
 def test_no_request_is_admitted_before_a_long_prompt_has_its_blocks() -> None:
-    rig = CoreRig(num_blocks=16, budget=10, max_num_seqs=3)
+    rig = CoreRig(CoreSettings(num_blocks=16, budget=10, max_num_seqs=3))
     rig.add(0, [1] * 40, max_tokens=2, ignore_eos=True)
     rig.add(1, [2] * 28, max_tokens=2, ignore_eos=True)
 
@@ -328,7 +330,7 @@ def test_no_request_is_admitted_before_a_long_prompt_has_its_blocks() -> None:
 
 def test_concurrent_equal_prompts_are_computed_once() -> None:
     for depth in (1, 2):
-        rig = CoreRig(depth=depth, budget=200, max_num_seqs=8)
+        rig = CoreRig(CoreSettings(depth=depth, budget=200, max_num_seqs=8))
         for key in range(8):
             rig.add(key, list(range(40)), max_tokens=4, seed=key, temperature=1.0, ignore_eos=True)
 
@@ -341,7 +343,7 @@ def test_concurrent_equal_prompts_are_computed_once() -> None:
 
 def test_a_request_that_waits_for_a_prefix_continues_if_its_producer_ends() -> None:
     for steps in range(6):
-        rig = CoreRig(budget=10)
+        rig = CoreRig(CoreSettings(budget=10))
         rig.add(0, list(range(40)), max_tokens=4, ignore_eos=True)
         rig.add(1, list(range(40)), max_tokens=4, ignore_eos=True)
         rig.run(steps=steps)
@@ -353,7 +355,7 @@ def test_a_request_that_waits_for_a_prefix_continues_if_its_producer_ends() -> N
 
 
 def test_a_suspect_starts_after_all_running_requests_have_tokens_and_blocks_admission() -> None:
-    rig = CoreRig(budget=8, max_num_seqs=8)
+    rig = CoreRig(CoreSettings(budget=8, max_num_seqs=8))
     rig.add(1, list(range(30)), **ENDLESS)
     rig.add(2, [1, 2], is_suspect=True, **ENDLESS)
     rig.add(3, [1, 3], is_suspect=True, **ENDLESS)
@@ -373,11 +375,13 @@ def test_a_suspect_starts_after_all_running_requests_have_tokens_and_blocks_admi
 def test_a_suspect_is_the_only_request_without_a_token_in_random_traffic(seed: int) -> None:
     rng = random.Random(seed)
     rig = CoreRig(
-        num_blocks=24,
-        budget=rng.choice([8, 32]),
-        depth=rng.choice([1, 2]),
-        policy=rng.choice(["fcfs", "priority"]),
-        fair_share=rng.random() < 0.5,
+        CoreSettings(
+            num_blocks=24,
+            budget=rng.choice([8, 32]),
+            depth=rng.choice([1, 2]),
+            policy=rng.choice(["fcfs", "priority"]),
+            fair_share=rng.random() < 0.5,
+        )
     )
     keys = range(40)
     num_alone = 0
@@ -421,7 +425,9 @@ def first_steps(rig: CoreRig) -> dict[int, int]:
 def test_a_new_tenant_soon_runs_in_a_batch_filled_by_another_tenant(
     prefix_caching: bool,
 ) -> None:
-    rig = CoreRig(max_num_seqs=4, num_blocks=64, fair_share=True, prefix_caching=prefix_caching)
+    rig = CoreRig(
+        CoreSettings(max_num_seqs=4, num_blocks=64, fair_share=True, prefix_caching=prefix_caching)
+    )
     for key in range(6):
         rig.add(key, [key] * 4, tenant=11, max_tokens=50, ignore_eos=True)
     rig.run(steps=6)
@@ -440,7 +446,7 @@ def test_a_new_tenant_soon_runs_in_a_batch_filled_by_another_tenant(
 
 
 def test_a_new_tenant_soon_gets_blocks_from_a_cache_filled_by_another_tenant() -> None:
-    rig = CoreRig(max_num_seqs=8, num_blocks=24, fair_share=True)
+    rig = CoreRig(CoreSettings(max_num_seqs=8, num_blocks=24, fair_share=True))
     for key in range(2):
         rig.add(key, [key] * 28, tenant=11, max_tokens=36, ignore_eos=True)
     rig.run(steps=6)
@@ -462,7 +468,7 @@ def test_a_new_tenant_soon_gets_blocks_from_a_cache_filled_by_another_tenant() -
 def test_a_full_batch_is_preempted_only_for_a_tenant_below_its_share(
     fair_share: bool, tenants: tuple[int, ...], priority: int
 ) -> None:
-    rig = CoreRig(max_num_seqs=4, fair_share=fair_share, policy="priority")
+    rig = CoreRig(CoreSettings(max_num_seqs=4, fair_share=fair_share, policy="priority"))
     *filling, newcomer = tenants
     for key in range(4):
         tenant = filling[key % len(filling)]

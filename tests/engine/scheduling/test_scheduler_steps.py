@@ -2,10 +2,11 @@
 messages."""
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from core_rig import CoreRig
+from core_rig import CoreRig, CoreSettings
 from tiny_models import EOS, VOCAB_SIZE, write_tokenizer
 
 from config.params.structured_output import GrammarSpec
@@ -15,8 +16,8 @@ from hpu.protocol import PREFILL, RequestSampling, StepPlan
 ENDLESS: dict[str, Any] = {"ignore_eos": True, "max_tokens": None}
 
 
-def make_rig(num_steps: int = 4, **shape: Any) -> CoreRig:
-    return CoreRig(num_scheduler_steps=num_steps, **shape)
+FOUR_STEPS = CoreSettings(num_scheduler_steps=4)
+EIGHT_STEPS = CoreSettings(num_scheduler_steps=8)
 
 
 def rounds(plan: StepPlan) -> list[list[int]]:
@@ -26,7 +27,7 @@ def rounds(plan: StepPlan) -> list[list[int]]:
 
 
 def test_the_tokens_of_all_decodes_of_a_step_are_sent_in_one_message() -> None:
-    rig = make_rig()
+    rig = CoreRig(FOUR_STEPS)
     for key in range(2):
         rig.add(key, [key, 1], **ENDLESS)
     rig.run(steps=3)
@@ -44,7 +45,7 @@ def test_the_tokens_of_all_decodes_of_a_step_are_sent_in_one_message() -> None:
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 5, 6, 9])
 def test_a_request_at_its_length_is_not_launched_in_the_rest_of_a_step(max_tokens: int) -> None:
-    rig = make_rig()
+    rig = CoreRig(FOUR_STEPS)
     rig.add(0, [1, 2], max_tokens=max_tokens, ignore_eos=True)
     rig.add(1, [3, 4], max_tokens=20, ignore_eos=True)
 
@@ -58,7 +59,7 @@ def test_a_request_at_its_length_is_not_launched_in_the_rest_of_a_step(max_token
 
 
 def test_no_step_with_a_prompt_decodes_twice() -> None:
-    rig = make_rig(budget=8)
+    rig = CoreRig(replace(FOUR_STEPS, budget=8))
     rig.add(0, [1, 2], **ENDLESS)
     rig.run(steps=3)
     rig.add(1, list(range(40)), max_tokens=1, ignore_eos=True)
@@ -74,7 +75,7 @@ def test_a_request_with_a_grammar_limits_the_step_to_a_single_decode(tmp_path: A
     write_tokenizer(tmp_path)
     vocabulary = Vocabulary(str(tmp_path), VOCAB_SIZE, frozenset([EOS]))
     form = GrammarSpec("regex", "[a-c]{9}")
-    rig = make_rig(vocab_size=VOCAB_SIZE)
+    rig = CoreRig(replace(FOUR_STEPS, vocab_size=VOCAB_SIZE))
     rig.add(0, [1, 2], max_tokens=50, ignore_eos=True)
     rig.add(1, [3, 4], structured_outputs=form, grammar=Grammar(form, vocabulary), max_tokens=30)
 
@@ -93,7 +94,7 @@ def test_tokens_after_an_end_token_are_not_sent_counted_or_cached(depth: int) ->
     def next_token(history: int, generated: int, sampling: RequestSampling) -> int:
         return 2 if generated == 5 else 10 + generated
 
-    rig = make_rig(8, depth=depth, next_token=next_token)
+    rig = CoreRig(replace(EIGHT_STEPS, depth=depth), next_token=next_token)
     rig.add(0, [1, 2, 3], max_tokens=40)
 
     rig.run()
@@ -109,7 +110,7 @@ def test_tokens_after_an_end_token_are_not_sent_counted_or_cached(depth: int) ->
 
 
 def test_several_decodes_per_step_use_free_blocks_without_preemption() -> None:
-    rig = make_rig(8, num_blocks=9, max_num_seqs=2, max_model_len=32)
+    rig = CoreRig(replace(EIGHT_STEPS, num_blocks=9, max_num_seqs=2, max_model_len=32))
     for key in range(2):
         rig.add(key, [key, 1, 2], max_tokens=12, ignore_eos=True)
 
@@ -122,7 +123,7 @@ def test_several_decodes_per_step_use_free_blocks_without_preemption() -> None:
 
 
 def test_several_decodes_per_step_without_free_blocks_preempt_no_request() -> None:
-    rig = make_rig(8, num_blocks=5, max_num_seqs=2, max_model_len=20)
+    rig = CoreRig(replace(EIGHT_STEPS, num_blocks=5, max_num_seqs=2, max_model_len=20))
     rig.add(0, [1, 2, 3, 4, 5, 6, 7, 8, 9], max_tokens=4, ignore_eos=True)
     rig.add(1, [3, 4, 5, 6, 7], max_tokens=4, ignore_eos=True)
 
@@ -134,7 +135,7 @@ def test_several_decodes_per_step_without_free_blocks_preempt_no_request() -> No
 
 
 def test_an_abort_between_the_steps_frees_the_blocks_ahead() -> None:
-    rig = make_rig(8)
+    rig = CoreRig(EIGHT_STEPS)
     rig.add(0, [1, 2], **ENDLESS)
     rig.add(1, [3, 4], max_tokens=30, ignore_eos=True)
     rig.run(steps=3)
@@ -151,7 +152,7 @@ def test_a_nan_token_fails_its_request_at_its_position() -> None:
     def next_token(history: int, generated: int, sampling: RequestSampling) -> int:
         return -1 if generated == 6 and sampling.seed == 7 else 10 + generated
 
-    rig = make_rig(4, next_token=next_token)
+    rig = CoreRig(FOUR_STEPS, next_token=next_token)
     rig.add(0, [1, 2], max_tokens=20, seed=7, ignore_eos=True)
     rig.add(1, [3, 4], max_tokens=20, seed=8, ignore_eos=True)
 
@@ -163,7 +164,15 @@ def test_a_nan_token_fails_its_request_at_its_position() -> None:
 
 
 def test_in_reject_mode_every_decode_has_a_prepared_bucket() -> None:
-    rig = make_rig(8, buckets="exponential", on_unwarmed="reject", widest_decode=8, max_num_seqs=3)
+    rig = CoreRig(
+        replace(
+            EIGHT_STEPS,
+            buckets="exponential",
+            on_unwarmed="reject",
+            widest_decode=8,
+            max_num_seqs=3,
+        )
+    )
     for key in range(3):
         rig.add(key, [key, 1, 2], max_tokens=9 + key, ignore_eos=True)
 
@@ -178,7 +187,7 @@ def test_in_reject_mode_every_decode_has_a_prepared_bucket() -> None:
 
 def test_the_log_has_the_number_of_decodes_per_step(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        make_rig(8)
+        CoreRig(EIGHT_STEPS)
 
     assert "Decodes of a request in a step: 8 (--num-scheduler-steps); steps in" in caplog.text
 
@@ -187,7 +196,8 @@ def test_with_drafts_every_step_decodes_once_and_the_reason_is_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.INFO):
-        rig = make_rig(8, max_tokens_per_step=4, early_every=2)
+        rig = CoreRig(replace(EIGHT_STEPS, max_tokens_per_step=4))
+    rig.executor.early_every = 2
     rig.add(0, [1, 2], max_tokens=30, ignore_eos=True)
     rig.add(1, [3, 4], max_tokens=9, ignore_eos=True)
 

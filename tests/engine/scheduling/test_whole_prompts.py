@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from core_rig import CoreRig
+from core_rig import CoreRig, CoreSettings
 
 from hpu.protocol import DECODE, PREFILL, TOKEN_BYTES, StepPlan
 
@@ -23,7 +23,9 @@ def decodes(plan: StepPlan) -> int:
 
 
 def test_the_longest_prompt_runs_whole_beside_decodes() -> None:
-    rig = CoreRig(budget=40, max_model_len=40, max_num_seqs=4, enable_chunked_prefill=False)
+    rig = CoreRig(
+        CoreSettings(budget=40, max_model_len=40, max_num_seqs=4, enable_chunked_prefill=False)
+    )
     for key in range(3):
         rig.add(key, [key, 1], ignore_eos=True, max_tokens=None)
     rig.run(steps=3)
@@ -38,7 +40,9 @@ def test_the_longest_prompt_runs_whole_beside_decodes() -> None:
 
 
 def test_an_unchunked_prompt_waits_for_a_step_with_room() -> None:
-    rig = CoreRig(budget=40, max_model_len=40, max_num_seqs=4, enable_chunked_prefill=False)
+    rig = CoreRig(
+        CoreSettings(budget=40, max_model_len=40, max_num_seqs=4, enable_chunked_prefill=False)
+    )
     for key in range(3):
         rig.add(key, [key, *range(24)], max_tokens=1, ignore_eos=True)
 
@@ -49,7 +53,9 @@ def test_an_unchunked_prompt_waits_for_a_step_with_room() -> None:
 
 def test_a_prompt_with_a_cached_prefix_is_computed_in_one_chunk() -> None:
     rig = CoreRig(
-        budget=40, max_model_len=40, max_num_seqs=4, block_size=4, enable_chunked_prefill=False
+        CoreSettings(
+            budget=40, max_model_len=40, max_num_seqs=4, block_size=4, enable_chunked_prefill=False
+        )
     )
     rig.add(1, list(range(30)), max_tokens=1, ignore_eos=True)
     rig.run(steps=3)
@@ -64,13 +70,15 @@ def test_a_prompt_with_a_cached_prefix_is_computed_in_one_chunk() -> None:
 def test_random_traffic_with_preemptions_has_no_chunk(seed: int) -> None:
     rng = random.Random(seed)
     rig = CoreRig(
-        budget=64,
-        max_model_len=64,
-        max_num_seqs=5,
-        num_blocks=26,
-        prefix_caching=seed % 2 == 0,
-        enable_chunked_prefill=False,
-        prefill_launch_tokens=16 * (seed // 2),
+        CoreSettings(
+            budget=64,
+            max_model_len=64,
+            max_num_seqs=5,
+            num_blocks=26,
+            prefix_caching=seed % 2 == 0,
+            enable_chunked_prefill=False,
+            prefill_launch_tokens=16 * (seed // 2),
+        )
     )
     lengths = {key: rng.randint(1, 50) for key in range(30)}
     for key, length in lengths.items():

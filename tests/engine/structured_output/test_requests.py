@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from core_rig import CoreRig
+from core_rig import CoreRig, CoreSettings
 from tiny_models import EOS, VOCAB_SIZE, write_tokenizer
 from tokenizers import Tokenizer
 
@@ -40,7 +40,9 @@ def test_every_output_matches_with_chunks_preemptions_and_prefix_hits(
     grammar: Grammar, encoder: Tokenizer, depth: int
 ) -> None:
     rng = random.Random(depth)
-    rig = CoreRig(num_blocks=16, max_num_seqs=6, budget=9, depth=depth, vocab_size=VOCAB_SIZE)
+    rig = CoreRig(
+        CoreSettings(num_blocks=16, max_num_seqs=6, budget=9, depth=depth, vocab_size=VOCAB_SIZE)
+    )
     guided = {key for key in range(40) if rng.random() < 0.5}
     common = [rng.randrange(3, VOCAB_SIZE) for _ in range(12)]
 
@@ -64,7 +66,7 @@ def test_every_output_matches_with_chunks_preemptions_and_prefix_hits(
 def test_a_guided_request_is_planned_ahead_and_its_mask_follows(
     grammar: Grammar,
 ) -> None:
-    rig = CoreRig(vocab_size=VOCAB_SIZE)
+    rig = CoreRig(CoreSettings(vocab_size=VOCAB_SIZE))
     rig.add(0, [5, 6], max_tokens=5, structured_outputs=FORM, grammar=grammar)
     rig.add(1, [7, 8], max_tokens=6, ignore_eos=True)
     rig.run()
@@ -84,7 +86,8 @@ def test_a_guided_request_is_planned_ahead_and_its_mask_follows(
 def test_a_mask_is_sent_with_the_plan_if_the_last_token_is_known(
     grammar: Grammar,
 ) -> None:
-    rig = CoreRig(vocab_size=VOCAB_SIZE, early_every=1)
+    rig = CoreRig(CoreSettings(vocab_size=VOCAB_SIZE))
+    rig.executor.early_every = 1
     rig.add(0, [5, 6], max_tokens=5, structured_outputs=FORM, grammar=grammar)
     rig.run()
 
@@ -96,7 +99,7 @@ def test_a_mask_is_sent_with_the_plan_if_the_last_token_is_known(
 def test_a_request_that_ended_in_the_previous_step_gets_no_mask(
     grammar: Grammar, encoder: Tokenizer, reason: str
 ) -> None:
-    rig = CoreRig(vocab_size=VOCAB_SIZE)
+    rig = CoreRig(CoreSettings(vocab_size=VOCAB_SIZE))
     # Letters only; the pattern requires another character after at most nine letters.
     letters = tuple(encoder.encode("".join(pair)).ids[0] for pair in "abcdef")
     rules = {"stop": {}, "error": {"allowed_token_ids": letters}}[reason]
@@ -118,7 +121,11 @@ def test_a_request_that_ended_in_the_previous_step_gets_no_mask(
 def test_a_request_preempted_in_its_planned_step_still_gets_its_mask(
     grammar: Grammar,
 ) -> None:
-    rig = CoreRig(num_blocks=12, max_num_seqs=6, budget=6, policy="priority", vocab_size=VOCAB_SIZE)
+    rig = CoreRig(
+        CoreSettings(
+            num_blocks=12, max_num_seqs=6, budget=6, policy="priority", vocab_size=VOCAB_SIZE
+        )
+    )
     for key in range(2):
         rules = {"structured_outputs": FORM, "grammar": grammar}
         rig.add(key, [5, 6, 7], priority=1, max_tokens=30, **rules)
@@ -134,7 +141,7 @@ def test_a_request_preempted_in_its_planned_step_still_gets_its_mask(
 def test_an_output_cut_by_length_has_finish_reason_length(
     grammar: Grammar, encoder: Tokenizer
 ) -> None:
-    rig = CoreRig(vocab_size=VOCAB_SIZE)
+    rig = CoreRig(CoreSettings(vocab_size=VOCAB_SIZE))
     rig.add(0, [5], max_tokens=3, structured_outputs=FORM, grammar=grammar)
     rig.run()
 
@@ -146,7 +153,7 @@ def test_an_output_cut_by_length_has_finish_reason_length(
 def test_a_grammar_without_allowed_tokens_fails_the_request_with_the_reason(
     grammar: Grammar, encoder: Tokenizer, after: int
 ) -> None:
-    rig = CoreRig(vocab_size=VOCAB_SIZE)
+    rig = CoreRig(CoreSettings(vocab_size=VOCAB_SIZE))
     allowed = encoder.encode("xc").ids[: after + 1] if after else encoder.encode("x").ids
     words = ((encoder.encode("c").ids * 2),)
     rig.add(
@@ -170,7 +177,7 @@ def test_a_grammar_that_is_too_slow_to_match_fails_only_its_requests(
     folder: Path, grammar: Grammar, encoder: Tokenizer
 ) -> None:
     costly = Grammar(FORM, Vocabulary(str(folder), VOCAB_SIZE, frozenset([EOS])))
-    rig = CoreRig(vocab_size=VOCAB_SIZE, depth=2)
+    rig = CoreRig(CoreSettings(vocab_size=VOCAB_SIZE, depth=2))
     for key, used in enumerate((grammar, costly, costly)):
         rig.add(key, [5, key], max_tokens=30, structured_outputs=FORM, grammar=used)
     rig.add(3, [7, 8], max_tokens=12, ignore_eos=True)
@@ -196,10 +203,10 @@ def test_requests_whose_grammars_exceed_a_steps_time_wait(
     tokens_per_step: int,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(grammar_matching, "MAX_MATCHING_S", 0.0)
-    rig = CoreRig(
+    rig = CoreRig(CoreSettings(
         vocab_size=VOCAB_SIZE, depth=depth, max_num_seqs=8, num_blocks=90,
         max_tokens_per_step=tokens_per_step,
-    )  # fmt: skip
+    ))  # fmt: skip
     for key in range(6):
         rig.add(key, [5, key], max_tokens=20, structured_outputs=FORM, grammar=grammar)
     rig.add(6, [7, 8], max_tokens=24, ignore_eos=True)
@@ -219,7 +226,7 @@ def test_a_resumed_output_is_matched_between_other_steps(
     grammar: Grammar, encoder: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grammar_matching, "MAX_MATCHING_S", 0.0)
-    rig = CoreRig(vocab_size=VOCAB_SIZE)
+    rig = CoreRig(CoreSettings(vocab_size=VOCAB_SIZE))
     rules = {"max_tokens": 20, "structured_outputs": FORM, "grammar": grammar}
     rig.add(0, [5, 6], **rules)
     rig.run()

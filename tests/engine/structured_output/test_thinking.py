@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import text_folders
-from core_rig import CoreRig
+from core_rig import CoreRig, CoreSettings
 from schemas import next_tokens
 from tokenizers import Tokenizer
 
@@ -149,7 +149,7 @@ def test_thinking_is_closed_when_its_budget_is_spent_and_the_answer_follows(
 def test_a_budget_that_is_not_reached_changes_no_token(vocabulary: Vocabulary) -> None:
     free = grammar_of(vocabulary, form=(FREE, ""), is_inside=False)
     rules: list[Any] = [{}, {"min_tokens": 5}, {"ignore_eos": True}, {"stop_token_ids": (9, 40)}]
-    rig = CoreRig(vocab_size=vocabulary.vocab_size, max_num_seqs=8)
+    rig = CoreRig(CoreSettings(vocab_size=vocabulary.vocab_size, max_num_seqs=8))
     for key, rule in enumerate(rules):
         bound = {"structured_outputs": GrammarSpec(FREE, thinking=free.markers.spec)}  # type: ignore[union-attr]
         rig.add(2 * key, [5, key], max_tokens=20, **rule)

@@ -1,11 +1,12 @@
 """Random schedules over a small cache with host memory and files, compared with the slow model that
 runs each request alone."""
 
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 import pytest
-from core_rig import CoreRig
+from core_rig import CoreRig, CoreSettings
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_schedules import PROFILE, TALKS, Move, play, rigs, schedules
@@ -23,7 +24,7 @@ places = st.fixed_dictionaries(
 @settings(PROFILE, max_examples=150)
 @given(rigs, places, st.sampled_from([0, 0, 3]), st.sampled_from([0, 1, 3]), schedules)
 def test_every_request_gets_the_tokens_of_a_single_run(
-    shape: dict[str, Any],
+    shape: CoreSettings,
     place: dict[str, Any],
     fetch_delay: int,
     corrupt_every: int,
@@ -31,8 +32,8 @@ def test_every_request_gets_the_tokens_of_a_single_run(
 ) -> None:
     """Random schedules with offload, also if every block, or every third block, comes back from the
     host with wrong contents."""
-    shape = {**shape, "prefix_caching": True, "num_blocks": min(shape["num_blocks"], 20)}
-    rig = CoreRig(**shape, **place)
+    num_blocks = min(shape.num_blocks, 20)
+    rig = CoreRig(replace(shape, prefix_caching=True, num_blocks=num_blocks, **place))
     rig.executor.fetch_delay = fetch_delay
     rig.executor.corrupt_every = corrupt_every
 
@@ -57,7 +58,8 @@ def computed(rig: CoreRig) -> int:
 
 
 def test_evicted_conversations_are_copied_back() -> None:
-    plain, rig = CoreRig(num_blocks=16), CoreRig(num_blocks=16, host_slots=60)
+    plain = CoreRig(CoreSettings(num_blocks=16))
+    rig = CoreRig(CoreSettings(num_blocks=16, host_slots=60))
 
     conversations(plain)
     conversations(rig)
@@ -70,7 +72,7 @@ def test_evicted_conversations_are_copied_back() -> None:
 
 
 def test_blocks_are_loaded_from_files_when_host_memory_is_too_small() -> None:
-    rig = CoreRig(num_blocks=16, host_slots=20, max_files=100)
+    rig = CoreRig(CoreSettings(num_blocks=16, host_slots=20, max_files=100))
 
     conversations(rig)
 
@@ -80,7 +82,7 @@ def test_blocks_are_loaded_from_files_when_host_memory_is_too_small() -> None:
 
 
 def test_a_block_with_a_bad_file_is_recomputed_and_its_file_dropped() -> None:
-    rig = CoreRig(num_blocks=16, host_slots=20, max_files=100)
+    rig = CoreRig(CoreSettings(num_blocks=16, host_slots=20, max_files=100))
     conversations(rig, rounds=1)
     rig.executor.bad_files.update(list(rig.executor.files)[::2])
     bad = set(rig.executor.bad_files)
@@ -96,7 +98,7 @@ def test_a_block_with_a_bad_file_is_recomputed_and_its_file_dropped() -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_block_loaded_with_wrong_contents_is_recomputed(depth: int) -> None:
-    rig = CoreRig(num_blocks=16, host_slots=60, depth=depth)
+    rig = CoreRig(CoreSettings(num_blocks=16, host_slots=60, depth=depth))
     conversations(rig, rounds=1)
     before = computed(rig)
     rig.executor.corrupt_every = 4
@@ -114,7 +116,7 @@ def test_a_block_loaded_with_wrong_contents_is_recomputed(depth: int) -> None:
 
 
 def test_blocks_that_are_slower_to_copy_are_recomputed() -> None:
-    rig = CoreRig(num_blocks=16, host_slots=60, load_s=1.0)
+    rig = CoreRig(CoreSettings(num_blocks=16, host_slots=60, load_s=1.0))
 
     conversations(rig)
 
@@ -124,7 +126,7 @@ def test_blocks_that_are_slower_to_copy_are_recomputed() -> None:
 
 
 def test_a_different_salt_finds_no_blocks() -> None:
-    rig = CoreRig(num_blocks=16, host_slots=60, max_files=60)
+    rig = CoreRig(CoreSettings(num_blocks=16, host_slots=60, max_files=60))
     for key, salt in enumerate(("a", "b", "c", "a")):
         rig.add(key, TALKS[0][:40], salt=salt, max_tokens=2, ignore_eos=True)
         rig.run()
@@ -134,7 +136,7 @@ def test_a_different_salt_finds_no_blocks() -> None:
 
 
 def test_a_reset_drops_host_memory_and_files() -> None:
-    rig = CoreRig(num_blocks=16, host_slots=60, max_files=60)
+    rig = CoreRig(CoreSettings(num_blocks=16, host_slots=60, max_files=60))
     conversations(rig, rounds=1)
     assert rig.executor.files
 
@@ -148,7 +150,7 @@ def test_a_reset_drops_host_memory_and_files() -> None:
 
 @pytest.mark.parametrize("swaps_only", [False, True])
 def test_a_preempted_request_continues_after_its_copied_blocks(swaps_only: bool) -> None:
-    rig = CoreRig(num_blocks=17, max_num_seqs=4, host_slots=40, swaps_only=swaps_only)
+    rig = CoreRig(CoreSettings(num_blocks=17, max_num_seqs=4, host_slots=40, swaps_only=swaps_only))
     ask: dict[str, Any] = {"max_tokens": 40, "ignore_eos": True}
     for key in range(4):
         rig.add(key, TALKS[key % 3][key : key + 16], **ask)
@@ -162,7 +164,7 @@ def test_a_preempted_request_continues_after_its_copied_blocks(swaps_only: bool)
 
 
 def test_with_swap_space_alone_blocks_of_finished_requests_are_not_stored() -> None:
-    rig = CoreRig(num_blocks=16, host_slots=60, swaps_only=True)
+    rig = CoreRig(CoreSettings(num_blocks=16, host_slots=60, swaps_only=True))
 
     conversations(rig)
 
@@ -170,7 +172,7 @@ def test_with_swap_space_alone_blocks_of_finished_requests_are_not_stored() -> N
 
 
 def test_a_request_aborted_while_its_files_are_read_leaks_nothing() -> None:
-    rig = CoreRig(num_blocks=16, host_slots=20, max_files=100)
+    rig = CoreRig(CoreSettings(num_blocks=16, host_slots=20, max_files=100))
     conversations(rig, rounds=1)
     rig.executor.fetch_delay = 5
     rig.add(9, TALKS[0][:40], max_tokens=2)
@@ -185,7 +187,7 @@ def test_a_request_aborted_while_its_files_are_read_leaks_nothing() -> None:
 
 @pytest.mark.parametrize("fair_share", [False, True])
 def test_a_request_that_waits_for_files_does_not_delay_others(fair_share: bool) -> None:
-    rig = CoreRig(num_blocks=16, host_slots=13, max_files=100, fair_share=fair_share)
+    rig = CoreRig(CoreSettings(num_blocks=16, host_slots=13, max_files=100, fair_share=fair_share))
     conversations(rig, rounds=1)
     rig.executor.fetch_delay = 30
     rig.add(9, TALKS[0][:40], max_tokens=3, ignore_eos=True, tenant=1)
@@ -206,7 +208,7 @@ def test_a_request_that_waits_for_files_does_not_delay_others(fair_share: bool) 
 
 
 def test_sleep_keeps_files_and_a_wake_up_finds_them() -> None:
-    rig = CoreRig(num_blocks=16, host_slots=60, max_files=60)
+    rig = CoreRig(CoreSettings(num_blocks=16, host_slots=60, max_files=60))
     conversations(rig, rounds=1)
     rig.core.control("sleep", {})
     files = b"".join(rig.executor.files)
@@ -221,7 +223,7 @@ def test_sleep_keeps_files_and_a_wake_up_finds_them() -> None:
 
 
 def test_a_reset_during_sleep_also_drops_files() -> None:
-    rig = CoreRig(num_blocks=16, host_slots=60, max_files=60)
+    rig = CoreRig(CoreSettings(num_blocks=16, host_slots=60, max_files=60))
     conversations(rig, rounds=1)
     rig.core.control("sleep", {})
     rig.core.control("reset_prefix_cache", {})

@@ -4,7 +4,7 @@ later."""
 import random
 
 import pytest
-from core_rig import CoreRig
+from core_rig import CoreRig, CoreSettings
 from slow_model import raw
 
 from config.params.sampling import SamplingParams
@@ -16,12 +16,14 @@ PREPARED = [(PREFILL, 1, 16, 8), (PREFILL, 2, 8, 0), (DECODE, 2, 1, 12)]
 
 def rejecting_rig() -> CoreRig:
     return CoreRig(
-        buckets="linear",
-        on_unwarmed="reject",
-        prepared=PREPARED,
-        max_num_seqs=5,
-        budget=32,
-        num_blocks=60,
+        CoreSettings(
+            buckets="linear",
+            on_unwarmed="reject",
+            prepared=PREPARED,
+            max_num_seqs=5,
+            budget=32,
+            num_blocks=60,
+        )
     )
 
 
@@ -104,16 +106,18 @@ def test_a_step_that_rejects_a_decode_and_preempts_frees_each_block_once() -> No
     for seed in range(40):
         rng = random.Random(seed)
         rig = CoreRig(
-            buckets="linear",
-            on_unwarmed="reject",
-            prepared=prepared,
-            policy="priority",
-            depth=1,
-            max_num_seqs=5,
-            budget=23,
-            num_blocks=10,
-            encoder_cache_tokens=64,
-            whole_images=True,
+            CoreSettings(
+                buckets="linear",
+                on_unwarmed="reject",
+                prepared=prepared,
+                policy="priority",
+                depth=1,
+                max_num_seqs=5,
+                budget=23,
+                num_blocks=10,
+                encoder_cache_tokens=64,
+                whole_images=True,
+            )
         )
         for key in range(30):
             size = rng.randint(1, 4)
@@ -141,10 +145,12 @@ def test_a_step_that_rejects_a_decode_and_preempts_frees_each_block_once() -> No
 
 def test_a_bucket_that_becomes_ready_later_is_used_from_then_on() -> None:
     rig = CoreRig(
-        buckets="linear",
-        prepared=[(PREFILL, 1, 32, 16), (DECODE, 4, 1, 64)],
-        num_deferred=2,
-        budget=32,
+        CoreSettings(
+            buckets="linear",
+            prepared=[(PREFILL, 1, 32, 16), (DECODE, 4, 1, 64)],
+            num_deferred=2,
+            budget=32,
+        )
     )
     rig.add(1, [5, 6, 7], max_tokens=2, ignore_eos=True)
     rig.run()
@@ -167,7 +173,7 @@ def test_a_bucket_that_becomes_ready_later_is_used_from_then_on() -> None:
 def test_a_compilation_in_a_step_is_reported_with_shape_and_waiting_requests(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    rig = CoreRig(buckets="linear", budget=32)
+    rig = CoreRig(CoreSettings(buckets="linear", budget=32))
     sampling = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
     rig.ledger.open(1)
     rig.ledger.open(2)

@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 import torch
 from emulated import emulated
-from random_sampling import random_history, random_sampling
+from random_sampling import Float32Sums, random_history, random_sampling
 from torch import Tensor
 
 from config.execution import HPU_GRAPHS, TORCH_COMPILE, ExecutionConfig, ModeChoice
 from hpu.backends.base import Backend
-from hpu.backends.cpu import CpuBackend
 from hpu.backends.gaudi import GaudiBackend
 from hpu.protocol import RequestSampling
 from hpu.sampling.logprobs import LogprobsMode, top_logprobs
@@ -92,9 +91,7 @@ def test_after_warmup_no_mix_of_settings_compiles_waits_or_allocates(
 ) -> None:
     choice = ModeChoice(mode, "the test's")
     rng, generator = random.Random(2), torch.Generator().manual_seed(2)
-    cpu = CpuBackend(torch.get_num_threads())
-    # Sums in float32, as on the card.
-    plain = Sampler(ROWS, VOCAB, cpu, static_shapes=False, sum_dtype=torch.float32)
+    plain = Sampler(ROWS, VOCAB, Float32Sums(torch.get_num_threads()), static_shapes=False)
 
     with torch.inference_mode(), emulated(lazy=choice.is_lazy, strict=True) as card:
         backend = GaudiBackend(ExecutionConfig(), choice)

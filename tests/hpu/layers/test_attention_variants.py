@@ -23,6 +23,7 @@ from hpu.layers.metadata import (
     build_metadata,
     distinct,
     make_rings,
+    with_query_scale,
 )
 from hpu.ops.kernels import AttentionForm, SliceSizes
 from hpu.ops.torch_kernels import TorchKernels
@@ -384,8 +385,10 @@ def test_the_query_scale_grows_with_the_position() -> None:
         block_list=torch.zeros(0, dtype=torch.long),
     )
 
-    metadata = build_metadata(
-        inputs, BLOCK_SIZE, (FULL,), temperature=TemperatureTuning(0.1, 8, offset=1)
+    metadata = with_query_scale(
+        build_metadata(inputs, BLOCK_SIZE, (FULL,)),
+        inputs.positions,
+        TemperatureTuning(0.1, 8, offset=1),
     )
 
     assert metadata.query_scale is not None

@@ -339,7 +339,9 @@ def test_the_error_names_a_damaged_gguf_file(
     damage_gguf(file, damage)
 
     with pytest.raises(ConfigError, match=message) as refused:
-        resolve(str(file), cache_dir=str(tmp_path), progress=False, keep_blocks=True)
+        resolve(
+            EngineConfig(str(file), cache_dir=str(tmp_path), quantization="gguf"), progress=False
+        )
 
     assert "\n" not in str(refused.value) and str(file) in str(refused.value)
 

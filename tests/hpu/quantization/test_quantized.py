@@ -231,7 +231,9 @@ def gguf(tmp_path: Path) -> str:
         if name.startswith("blk.") and "norm" not in name:
             types[name] = kinds[stems.get(name.split(".")[2], 3)]
     source = write_gguf(tmp_path / "tiny.gguf", weights=weights, quantized=types)
-    return resolve(str(source), cache_dir=str(tmp_path), progress=False, keep_blocks=True)
+    return resolve(
+        EngineConfig(str(source), cache_dir=str(tmp_path), quantization="gguf"), progress=False
+    )
 
 
 def test_gguf_blocks_are_used_as_quantized_weights(gguf: str) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from card_memory import CardMemory
-from random_sampling import random_history, random_mask, random_sampling
+from random_sampling import Float32Sums, random_history, random_mask, random_sampling
 from torch import Tensor
 
 from config.engine import LOGPROBS_MODES
@@ -33,10 +33,8 @@ def _static(max_rows: int, vocab_size: int, mode: LogprobsMode = RAW) -> Sampler
 
 
 def _plain(max_rows: int, vocab_size: int, mode: LogprobsMode = RAW) -> Sampler:
-    backend = CpuBackend(torch.get_num_threads())
-    return Sampler(
-        max_rows, vocab_size, backend, mode, static_shapes=False, sum_dtype=torch.float32
-    )
+    backend = Float32Sums(torch.get_num_threads())
+    return Sampler(max_rows, vocab_size, backend, mode, static_shapes=False)
 
 
 def _logits(rng: random.Random, width: int, num_rows: int) -> Tensor:

@@ -12,7 +12,6 @@ from config.speculation.suffix import SuffixLimits
 from hpu.backends.cpu import CpuBackend
 from hpu.runner.batch_state import BatchState
 from hpu.sampling.draft_rows import NO_TOKEN
-from hpu.spec_decode.base import AcceptanceCounts
 from hpu.spec_decode.device import DeviceSpeculation
 from hpu.spec_decode.drafters.suffix import SuffixProposer, SuffixSearch
 
@@ -128,7 +127,6 @@ def test_outputs_of_private_requests_are_not_kept(is_private: bool) -> None:
         method,
         backend,
         BatchState(REQUESTS, LENGTH, block_size=4, pad_block=0),
-        AcceptanceCounts(lambda name, value: None),
         max_model_len=LENGTH,
         search=search,
     )

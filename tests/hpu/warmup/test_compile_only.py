@@ -86,7 +86,7 @@ def warmed(
             loaded, sampler, Counters(), num_blocks=16, captures=captures, graph_bytes=1 << 20
         )
         pools = parts.runner, parts.graphs, parts.input_buffers
-        ready = Warmup(*pools, card, config.warmup, 16, Diagnostics()).start(table, progress.append)
+        ready = Warmup(*pools, card, config.warmup, Diagnostics()).start(table, progress.append)
     return ready, progress, parts.input_buffers
 
 

@@ -79,7 +79,7 @@ def warmed(folder: Path, card: CapturedCard, *, graph_bytes: int = 1 << 20, **se
         )
         runner, graphs = parts.runner, parts.graphs
         assert isinstance(runner, ModelRunner)
-        warmup = Warmup(runner, graphs, parts.input_buffers, card, config.warmup, 8, Diagnostics())
+        warmup = Warmup(runner, graphs, parts.input_buffers, card, config.warmup, Diagnostics())
         ready = warmup.start(table, progress.append)
     return Rig(warmup, graphs, runner, card, counters, table, table.reachable, ready, progress)
 

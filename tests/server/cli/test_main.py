@@ -145,7 +145,8 @@ def test_the_demo_model_is_downloaded_into_the_given_folder(
 ) -> None:
     monkeypatch.setenv("GAUDISERVE_CACHE_DIR", str(tmp_path / "variable"))
     monkeypatch.setattr(
-        "config.checkpoint.resolve.resolve", lambda model, cache_dir, report: f"{model} {cache_dir}"
+        "config.checkpoint.resolve.resolve",
+        lambda engine, report: f"{engine.model} {engine.cache_dir}",
     )
 
     status = main(["fetch-demo", *(word.format(folder=tmp_path) for word in arguments)])

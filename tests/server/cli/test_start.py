@@ -16,7 +16,7 @@ from server.cli import start
 def test_a_converted_tokenizer_is_written_to_the_cache_folder_of_the_flag(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(start, "engine_folder", lambda *_, **__: "folder")
+    monkeypatch.setattr(start, "resolve", lambda *_, **__: "folder")
     monkeypatch.setattr(start, "check_checkpoint", lambda *_: None)
     folders: list[Path] = []
 
@@ -84,7 +84,7 @@ def test_a_flag_that_the_model_does_not_allow_is_a_usage_error(
     def refuse(_: EngineConfig, folder: str) -> None:
         raise SettingError(f"--max-model-len is 5000, {folder} takes 512")
 
-    monkeypatch.setattr(start, "engine_folder", lambda *_, **__: "/cache/folder")
+    monkeypatch.setattr(start, "resolve", lambda *_, **__: "/cache/folder")
     monkeypatch.setattr(start, "check_checkpoint", refuse)
 
     with pytest.raises(SettingError, match="5000, demo takes 512"):
@@ -99,7 +99,7 @@ def test_errors_of_a_converted_model_show_the_name_that_the_user_gave(
     def refuse(_: EngineConfig, found: str) -> None:
         raise CheckpointError(f"{found} has 9 heads, {found}/config.json says so: {found}")
 
-    monkeypatch.setattr(start, "engine_folder", lambda *_, **__: folder)
+    monkeypatch.setattr(start, "resolve", lambda *_, **__: folder)
     monkeypatch.setattr(start, "check_checkpoint", refuse)
 
     with pytest.raises(CheckpointError) as caught:
