@@ -75,7 +75,9 @@ async def test_the_error_names_a_host_that_cannot_be_a_name(host: str) -> None:
     assert said == f"the host '{host}' of http://{host} is unknown: correct the URL"
 
 
-@pytest.mark.parametrize("url", ["http://[::1", "http://a\u2100b", "http://a:x", "ftp://a", "http://"])
+@pytest.mark.parametrize(
+    "url", ["http://[::1", "http://a\u2100b", "http://a:x", "ftp://a", "http://"]
+)
 def test_an_invalid_base_url_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="it must look like http://host:port"):
         HttpClient(url)
