@@ -21,7 +21,7 @@ _BEGINNING = f'{{"id":"{PREFIX}'.encode()
 POOLING_PATHS = ("/score", "/rerank", "/v2/rerank", "/v2/embed", "/classify", "/pooling")
 """Paths outside /v1/ that a batch may use."""
 MAX_LINE_BYTES = 64 * 2**20
-"""Maximum length of an input line, the default of --max-body-bytes."""
+"""Maximum length of an input line without its line break, the default of --max-body-bytes."""
 MAX_SKIPPED_BYTES = 2**30
 """Maximum length of an input line that is skipped: a device or a pipe may have no line end."""
 
@@ -59,11 +59,9 @@ def read_lines(file: IO[bytes]) -> Iterator[BatchLine | InvalidLine]:
     seen: set[str] = set()
     number = 0
     try:
-        while raw := file.readline(MAX_LINE_BYTES):
+        while raw := file.readline(MAX_LINE_BYTES + 1):
             number += 1
-            if not raw.strip():
-                continue
-            if len(raw) == MAX_LINE_BYTES and not raw.endswith(b"\n"):
+            if len(raw) > MAX_LINE_BYTES and not raw.endswith(b"\n"):
                 num_bytes = len(raw)
                 while raw and not raw.endswith(b"\n"):
                     raw = file.readline(MAX_LINE_BYTES)
@@ -74,6 +72,8 @@ def read_lines(file: IO[bytes]) -> Iterator[BatchLine | InvalidLine]:
                             f"bytes, a line may have at most {MAX_LINE_BYTES}"
                         )
                 yield InvalidLine(number, None, f"it is longer than {MAX_LINE_BYTES} bytes")
+                continue
+            if not raw.strip():
                 continue
             line = _parsed(number, raw)
             if line.custom_id is not None:

@@ -105,13 +105,14 @@ class HttpClient:
         self._socket_path: str | None = None
         if base_url.startswith(UNIX):
             self._socket_path, base_url = base_url.removeprefix(UNIX), "http://localhost"
-        url = urlsplit(base_url if "//" in base_url else f"http://{base_url}")
+        invalid = ConfigError(f"base-url is {base_url!r}, it must look like http://host:port")
         try:
+            url = urlsplit(base_url if "//" in base_url else f"http://{base_url}")
             port = url.port
         except ValueError:
-            port = -1
-        if url.scheme not in ("http", "https") or url.hostname is None or port == -1:
-            raise ConfigError(f"base-url is {base_url!r}, it must look like http://host:port")
+            raise invalid from None
+        if url.scheme not in ("http", "https") or url.hostname is None:
+            raise invalid
         self._tls = ssl.create_default_context() if url.scheme == "https" else None
         self._host = url.hostname
         self._port = port or (443 if self._tls else 80)
@@ -253,7 +254,7 @@ class HttpClient:
             )
         try:
             return _Connection(*await asyncio.wait_for(opened, CONNECT_TIMEOUT_S))
-        except (OSError, asyncio.TimeoutError) as error:
+        except (OSError, asyncio.TimeoutError, UnicodeError) as error:
             raise HttpFailure(connection_problem(self._url, self._host, error)) from None
 
     async def _exchange(self, connection: _Connection, request: bytes) -> _ResponseHead:
@@ -320,7 +321,8 @@ def connection_problem(url: str, host: str, error: Exception) -> str:
     if isinstance(error, ssl.SSLError):
         reason = (error.reason or "unknown error").replace("_", " ").lower()
         return f"{url} does not speak TLS ({reason}): without TLS its URL begins with http://"
-    if isinstance(error, socket.gaierror):
+    # UnicodeError: the host has an empty or too long label, so it cannot be encoded for DNS.
+    if isinstance(error, (socket.gaierror, UnicodeError)):
         return f"the host {host!r} of {url} is unknown: correct the URL"
     if isinstance(error, (TimeoutError, asyncio.TimeoutError)):
         return (

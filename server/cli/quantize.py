@@ -189,7 +189,7 @@ def main(argv: list[str]) -> int:
         folder = resolve(EngineConfig(options.model), report=lines.report)
     has_data = options.data is not None and (target.needs_data or target.calibrated is not None)
     samples = read_samples(options.data, options.max_samples) if has_data else []
-    text = (options.text or TEXT).read_text(encoding="utf-8")
+    text = _text_in(options.text or TEXT)
     run = _in_own_process
     before = None if options.skip_perplexity else run(__name__, "predictions", folder, text)
     if target.converts:
@@ -202,6 +202,14 @@ def main(argv: list[str]) -> int:
     variable = "VLLM_HPU_CONVERT_TO_FP8UZ=false " if target.converts else ""
     print(f"Serve it: {variable}gaudiserve serve {options.output}")
     return 0
+
+
+def _text_in(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "no text in UTF-8"
+        raise ConfigError(f"{file}: {reason}") from error
 
 
 def _compress(

@@ -36,13 +36,13 @@ def _sample(path: Path, line_number: int, line: str) -> Sample:
         value = parse_json(line)
     except ValueError as error:
         raise ConfigError(f"{where} is not JSON: {json_problem(error)}") from error
+    is_conversation = False
     if isinstance(value, dict):
-        found = next((value[key] for key in ("messages", "prompt", "text") if key in value), None)
-        is_conversation = isinstance(found, list) and all(
-            isinstance(conversation, dict) for conversation in found
+        value = next((value[key] for key in ("messages", "prompt", "text") if key in value), None)
+        is_conversation = isinstance(value, list) and all(
+            isinstance(message, dict) for message in value
         )
-        value = found if isinstance(found, str) or (found and is_conversation) else None
-    if not value or isinstance(value, (int, float)):
+    if not value or not (isinstance(value, str) or is_conversation):
         raise ConfigError(f"{where} must be a string, or an object with prompt, text or messages")
     sample: Sample = value
     return sample

@@ -57,8 +57,7 @@ class RequestRecord:
     num_output_tokens: int = 0
     ttft_s: float | None = None
     is_forwarded: bool = False
-    """Whether the request is forwarded to another API server, which logs and counts the requests
-    that it receives."""
+    """Whether the request was sent to another API server, which logs and counts it."""
     ignored_fields: list[str] = field(default_factory=list)
     """Unknown fields and ignored entries of the body."""
     finish_reasons: str = ""

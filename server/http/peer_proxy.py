@@ -128,9 +128,7 @@ class ForwardedResponse(Response):
     def __init__(self, peer: Peer, request: Request, body: Any = None) -> None:
         super().__init__()
         self._peer = peer
-        record = record_of(request.scope)
-        # The peer logs and counts the requests that it receives.
-        record.is_forwarded = True
+        self._record = record_of(request.scope)
         excluded = (b"content-length", b"transfer-encoding", b"x-request-id")
         headers = [(name, value) for name, value in request.headers.raw if name not in excluded]
         client = request.scope.get("client")
@@ -138,7 +136,7 @@ class ForwardedResponse(Response):
             request.method,
             request.url.path,
             request.scope["query_string"],
-            [*headers, (b"x-request-id", record.id.encode())],
+            [*headers, (b"x-request-id", self._record.id.encode())],
             client and (str(client[0]), int(client[1])),
             b"",
         )
@@ -174,6 +172,8 @@ class ForwardedResponse(Response):
                 await _write(writer, message)
             except OSError:
                 raise Overloaded(_GONE, type="server_error") from None
+            # The peer logs and counts the requests that it receives.
+            self._record.is_forwarded = True
             async for part in _response_parts(reader):
                 if part.status:
                     start = {"status": part.status, "headers": part.headers}
@@ -181,6 +181,10 @@ class ForwardedResponse(Response):
                     continue
                 more = bool(part.body)
                 await send({"type": "http.response.body", "body": part.body, "more_body": more})
+        except Overloaded:
+            # The peer has exited before it logged the request.
+            self._record.is_forwarded = False
+            raise
         finally:
             writer.close()
 

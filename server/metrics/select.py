@@ -15,8 +15,12 @@ def make_tracer(endpoint: str | None, version: str) -> "Tracer | None":
     """The tracer for --otlp-traces-endpoint; None without this flag. Raises ConfigError."""
     if endpoint is None:
         return None
-    parts = urlsplit(endpoint)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    try:
+        parts = urlsplit(endpoint)
+        is_valid = parts.scheme in ("http", "https") and bool(parts.hostname)
+    except ValueError:
+        is_valid = False
+    if not is_valid:
         raise ConfigError(
             f"--otlp-traces-endpoint is {endpoint!r}, it must be a URL such as "
             "http://localhost:4317 (gRPC) or http://localhost:4318/v1/traces (HTTP)"

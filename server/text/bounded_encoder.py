@@ -62,8 +62,8 @@ class BoundedEncoder:
     def encode_batch_fast(
         self, texts: Sequence[Text], add_special_tokens: bool = True
     ) -> list[Encoding]:
-        """Encode each text or pair. Raises UserError if the tokenizer panics or exceeds the limits,
-        and Overloaded if the isolated process ended for another reason."""
+        """Encode each text or pair. Raises UserError if the tokenizer fails, panics or exceeds the
+        limits, and Overloaded if the isolated process ended for another reason."""
         if not self.is_ordinary and _num_bytes(texts) > self._max_direct_bytes:
             return self._encode_isolated(texts, add_special_tokens)
         try:
@@ -71,7 +71,10 @@ class BoundedEncoder:
                 encodings: list[Encoding] = self._encoder.encode_batch_fast(
                     texts, add_special_tokens=add_special_tokens
                 )
-        except NativePanic as error:
+        except Exception as error:
+            # The library's own errors have the class Exception.
+            if type(error) not in (Exception, NativePanic):
+                raise
             raise UserError(f"{_refusal(texts)}: {error}") from None
         return encodings
 

@@ -130,7 +130,7 @@ def read_sharegpt(path: str) -> list[tuple[str, str]]:
     try:
         content = Path(path).read_bytes()
         conversations = msgspec.json.decode(content, type=list[_Conversation])
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, msgspec.DecodeError, RecursionError) as error:
         raise ConfigError(f"dataset-path is {path!r}, it cannot be read: {error}") from None
     found = [turn.conversations for turn in conversations if len(turn.conversations) >= 2]
     if not found:

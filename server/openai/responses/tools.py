@@ -110,7 +110,8 @@ def _functions(tools: list[Any] | None) -> Iterator[tuple[Tool, str | None, str]
     for place, tool in enumerate(tools or ()):
         where = f"tools[{place}]"
         if _checked_type(tool, where) == "function":
-            yield tool, tool.get("namespace") or None, where
+            namespace = tool.get("namespace")
+            yield tool, namespace if isinstance(namespace, str) and namespace else None, where
         elif tool["type"] == "namespace":
             name, members = tool.get("name"), tool.get("tools")
             if not isinstance(name, str) or not name:

@@ -223,13 +223,36 @@ def test_a_line_that_is_too_long_does_not_end_the_batch(
     assert (good.number, good.custom_id) == (2, "b")
 
 
+def test_a_last_line_of_the_maximum_length_is_a_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_files, "MAX_LINE_BYTES", len(request("a")))
+    (tmp_path / "in").write_text(request("a"))
+
+    with open_input(tmp_path / "in") as file:
+        (line,) = read_lines(file)
+
+    assert isinstance(line, BatchLine)
+
+
+def test_a_long_line_that_starts_with_blanks_counts_as_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_files, "MAX_LINE_BYTES", 200)
+
+    long, good = lines_of(tmp_path / "in", " " * 500 + request("a"), request("b"))
+
+    assert long == InvalidLine(1, None, "it is longer than 200 bytes")
+    assert (good.number, good.custom_id) == (2, "b")
+
+
 def test_a_line_without_an_end_ends_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_files, "MAX_LINE_BYTES", 200)
     monkeypatch.setattr(batch_files, "MAX_SKIPPED_BYTES", 1_000)
 
     with (
         open_input(Path("/dev/zero")) as file,
-        pytest.raises(ConfigError, match=r"line 1 of --input-file /dev/zero has at least 1200"),
+        pytest.raises(ConfigError, match=r"line 1 of --input-file /dev/zero has at least 1001"),
     ):
         list(read_lines(file))
 

@@ -351,6 +351,7 @@ async def test_sharegpt_supports_an_output_length_and_servers_without_tokenize(
     ("content", "message"),
     [
         ("{}", "cannot be read"),
+        ('[{"x":' + "[" * 100_000, "cannot be read"),
         ('[{"conversations": [{"value": "a"}]}]', "has 0 conversations of two turns"),
         ('[{"conversations": [{"value": "a"}, {"value": "b"}]}]', "0 of 1 conversations have"),
     ],

@@ -31,6 +31,10 @@ def test_lines_of_files_other_than_jsonl_are_plain_texts(tmp_path: Path) -> None
     ("line", "message"),
     [
         ("{", "is not JSON: a name in double quotes is missing, at column 2"),
+        *[
+            (line, "must be a string, or an object with prompt, text or messages")
+            for line in ('["a"]', "[1]", '[{"role": "user"}]', '{"prompt": [1]}', "true", "null")
+        ],
         ("3", "must be a string, or an object with prompt, text or messages"),
         ('{"a": 1}', "must be a string, or an object with prompt, text or messages"),
         ('{"messages": []}', "must be a string, or an object with prompt, text or messages"),

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from config.errors import ConfigError
 from server.cli import http_client
 from server.cli.http_client import HttpClient, HttpFailure, connection_problem
 
@@ -65,6 +66,21 @@ async def test_the_error_names_an_unknown_host(monkeypatch: pytest.MonkeyPatch) 
     said = await failure("http://no-such-host:8000")
 
     assert said == "the host 'no-such-host' of http://no-such-host:8000 is unknown: correct the URL"
+
+
+@pytest.mark.parametrize("host", ["a..b", "a" * 64])
+async def test_the_error_names_a_host_that_cannot_be_a_name(host: str) -> None:
+    said = await failure(f"http://{host}")
+
+    assert said == f"the host '{host}' of http://{host} is unknown: correct the URL"
+
+
+@pytest.mark.parametrize(
+    "url", ["http://[::1", "http://a\u2100b", "http://a:x", "ftp://a", "http://"]
+)
+def test_an_invalid_base_url_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="it must look like http://host:port"):
+        HttpClient(url)
 
 
 async def test_tls_to_a_server_without_tls_names_the_other_scheme() -> None:

@@ -62,6 +62,21 @@ def test_a_wrong_flag_is_refused_in_one_line_with_status_2(
     assert error.format(folder=data.parent) in line
 
 
+def test_a_text_that_is_not_utf_8_is_refused_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(quantize, "is_installed", lambda name: True)
+    monkeypatch.setattr(quantize, "resolve", lambda model, report: str(tmp_path))
+    text = tmp_path / "text"
+    text.write_bytes("caf\u00e9".encode("latin-1"))
+    words = ["--to", "fp8", "--text", str(text), "-o", str(tmp_path / "new")]
+
+    assert main(["quantize", "some/model", *words]) == 2
+
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{text}: no text in UTF-8" in line
+
+
 def test_the_table_compares_size_and_perplexity(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(bytes(10**6))
     before = Reading([-math.log(2)] * 4, [1, 2, 3, 4])

@@ -171,6 +171,29 @@ async def test_a_disconnect_is_forwarded(tmp_path: Path, stream: bool) -> None:
         assert not own.state.active_requests
 
 
+@pytest.mark.parametrize("listens", [False, True])
+async def test_a_request_for_a_lost_sibling_is_counted(tmp_path: Path, listens: bool) -> None:
+    async def leave(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readexactly(len("token"))
+        writer.write(peer_proxy._ACCEPTED)
+        assert await peer_proxy._read(reader)
+        writer.close()
+
+    async with contextlib.AsyncExitStack() as stack:
+        rig = await stack.enter_async_context(on_port())
+        paths = (str(tmp_path / "0.sock"), str(tmp_path / "1.sock"))
+        rig.state.peers = Peers(0, paths, "token")
+        if listens:
+            sibling = await asyncio.start_unix_server(leave, paths[1])
+            stack.callback(sibling.close)
+
+        answer = await rig.http.get(f"{ROUTE}/resp_{Peers(1).new_id()}")
+
+        name = f'http_requests_total{{handler="{ROUTE}/{{response_id}}"'
+        assert answer.status_code == 503
+        assert await rig.metric(name) == 1
+
+
 async def test_a_lost_sibling_is_reported(tmp_path: Path) -> None:
     async with on_port() as rig:
         gone = Peers(1, ("", str(tmp_path / "1.sock")))

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import re
 import sys
 import time
 from pathlib import Path
@@ -128,8 +129,9 @@ def test_the_error_names_a_wrong_endpoint_or_a_missing_extra(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert make_tracer(None, "0.1.0") is None
-    with pytest.raises(ConfigError, match=r"'localhost:4317', it must be a URL such as http://"):
-        make_tracer("localhost:4317", "0.1.0")
+    for endpoint in ("localhost:4317", "http://[::1"):
+        with pytest.raises(ConfigError, match=f"'{re.escape(endpoint)}', it must be a URL such as"):
+            make_tracer(endpoint, "0.1.0")
 
     monkeypatch.delitem(sys.modules, "server.metrics.traces", raising=False)
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.resources", None)

@@ -12,7 +12,8 @@ import text_folders
 from delays import least_awaited
 from hostile_files import CATASTROPHE, hostile_tokenizer, replace_rule, split
 from native_panics import EVIL
-from tokenizers import Regex, pre_tokenizers
+from tokenizers import Regex, models, pre_tokenizers
+from tokenizers import Tokenizer as Encoder
 from waits import WAIT_S, until
 
 from config.checkpoint.tokenizer_bounds import TokenizerBounds
@@ -107,6 +108,16 @@ async def test_a_text_that_grows_beyond_a_bound_is_encoded_in_a_process(tmp_path
 def test_a_panic_of_the_library_is_a_user_error() -> None:
     with pytest.raises(UserError, match="text of 201 bytes: a native extension panicked: Onig"):
         catastrophic().encode_batch_fast([EVIL])
+
+
+@pytest.mark.parametrize("takes_linear_time", [True, False])
+def test_an_error_of_the_library_is_a_user_error(takes_linear_time: bool) -> None:
+    words = Encoder(models.WordLevel({"a": 0}, unk_token="[UNK]"))
+    encoder = BoundedEncoder(words, TokenizerBounds(takes_linear_time=takes_linear_time))
+
+    with pytest.raises(UserError, match=r"text of 1 bytes: .*Missing \[UNK\] token"):
+        encoder.encode_batch_fast(["b"])
+    encoder.close()
 
 
 def test_a_panic_in_a_fork_is_reported() -> None:

@@ -586,6 +586,15 @@ async def test_calls_of_namespaced_functions_keep_their_namespace() -> None:
             assert "(mcp__mail__send)" in await prompt_of(rig, place)
 
 
+async def test_a_namespace_that_is_not_a_string_is_ignored() -> None:
+    async with speaking(CALL) as rig:
+        made = await resolve_request(rig, tools=[{**WEATHER, "namespace": 5}])
+
+        (call,) = made["output"]
+        assert call["name"] == "get_weather"
+        assert "namespace" not in call
+
+
 async def test_a_failure_during_a_stream_is_a_failed_response() -> None:
     client = TalkingClient("A long answer")
     client.before = lambda queue: bool(
