@@ -414,6 +414,11 @@ class BucketLimits:
         return math.ceil(self.max_model_len / self.block_size)
 
     @property
+    def sequences_per_row(self) -> int:
+        """Maximum number of sequences in a row of a prefill."""
+        return self.max_prefill_batch if self.merged_prefill else 1
+
+    @property
     def max_context_blocks(self) -> int:
         """Maximum cached blocks before the new tokens of a prompt, from a cached prefix or from
         earlier chunks; 0 without prefix caching and chunked prefill."""

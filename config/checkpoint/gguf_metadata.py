@@ -5,7 +5,7 @@ import math
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeGuard, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -87,7 +87,7 @@ class GgufFile:
             return None
         if kind is float and isinstance(found, int) and not isinstance(found, bool):
             found = float(found)
-        if not isinstance(found, kind) or (kind is int and isinstance(found, bool)):
+        if not _is_a(found, kind):
             raise ConfigError(
                 f"{shown(key)} in {self.path} is {shown(found)}, it must be a {kind.__name__}"
             )
@@ -102,7 +102,7 @@ class GgufFile:
         """The array of `key`; None if absent. Raises ConfigError unless it is an array of
         `kind`."""
         found = self.value(key, list)
-        if found is not None and not all(isinstance(value, kind) for value in found):
+        if found is not None and not all(_is_a(value, kind) for value in found):
             raise ConfigError(
                 f"{shown(key)} in {self.path} is {shown(found)}, each entry must be a "
                 f"{kind.__name__}"
@@ -126,6 +126,10 @@ class GgufFile:
                 f"{self.architecture}.{name} in {self.path} is {found}, it must be at least 1"
             )
         return found
+
+
+def _is_a(value: object, kind: type[T]) -> TypeGuard[T]:
+    return isinstance(value, kind) and not (kind is int and isinstance(value, bool))
 
 
 def open_gguf(path: Path) -> GgufFile:

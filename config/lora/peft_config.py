@@ -44,9 +44,7 @@ _ACCEPTED = frozenset(
     )
 )
 # Initialization methods that leave the base weights unchanged when PEFT loads the adapter.
-_PLAIN_INITS = (
-    *(True, False, None, "true", "false", "gaussian", "orthogonal", "eva", "lora_ga", "mica"),
-)
+_PLAIN_INITS = (True, False, None, "true", "false", "gaussian", "orthogonal", "eva", "mica")
 
 
 class Pattern(Generic[Value]):

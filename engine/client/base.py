@@ -319,7 +319,7 @@ class SingleEngineClient:
             raise UserError(f"the request cannot be encoded: {error}") from error
         if not sent:
             self._router.discard(queue.key)
-            raise Overloaded(f"The engine has left {HIGH_WATER} messages unread.")
+            raise _unread()
         return queue
 
     def check_ttft(self, num_tokens: int, *, priority: int, request_limits: RequestLimits) -> None:
@@ -350,8 +350,8 @@ class SingleEngineClient:
     async def control(self, name: str, **arguments: Any) -> Any:
         """Call the engine and wait for its answer. Raises UserError when the engine refuses the
         call, RequestFailed when the call fails or is not answered within CONTROL_TIMEOUT_S (or
-        SLOW_CONTROLS_S), Overloaded when the engine is not ready, is being restarted or has no
-        room, and EngineDied when it has failed."""
+        SLOW_CONTROLS_S), Overloaded when the engine is not ready, is being restarted, has no room
+        or has left too many messages unread, and EngineDied when it has failed."""
         self.state.check(self.progress)
         self.state.check_running()
         return await self._call(name, arguments)
@@ -361,7 +361,8 @@ class SingleEngineClient:
         call = next(self._call_numbers)
         answer = self._calls[call] = asyncio.get_running_loop().create_future()
         try:
-            self._send(Control(call, name, arguments))
+            if not self._send(Control(call, name, arguments)):
+                raise _unread()
             return await asyncio.wait_for(answer, timeout_s)
         except asyncio.TimeoutError:
             raise RequestFailed(
@@ -593,6 +594,10 @@ def check_ttft(expected_s: float, max_ttft_s: float) -> None:
             retry_after_s=min(math.ceil(expected_s), MAX_RETRY_AFTER_S),
             is_slow=True,
         )
+
+
+def _unread() -> Overloaded:
+    return Overloaded(f"The engine has left {HIGH_WATER} messages unread.")
 
 
 def _ignore(_: object) -> None:

@@ -76,7 +76,7 @@ class Admission:
     def _refusal(self, message: AddRequest) -> Refusal | None:
         error = _model_error(message, self._limits)
         if error is not None:
-            return Refusal(error)
+            return Refusal(error, "")
         num_waiting = len(self._scheduler.waiting)
         if message.resumption is None and num_waiting >= self._max_queue_len:
             error = queue_is_full(num_waiting, self._max_queue_len)

@@ -518,8 +518,9 @@ class EngineCore:
         now = self._clock()
         for request, num_cached in output.started:
             self._outputs.start(request, num_cached, now)
-        for request, error, param in output.failed:
-            self._outputs.fail(request, error, now, param=param)
+        for request, error in output.failed:
+            # An empty `param` marks a client error that concerns the whole request.
+            self._outputs.fail(request, error, now, param="")
             del self._requests[request.key]
 
     def _process(self, result: StepResult) -> None:

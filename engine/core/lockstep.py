@@ -57,7 +57,7 @@ class LockstepInbox:
     def take(self, *, has_work: bool) -> Sequence[Entry]:
         """Messages to process before the next step. Blocks until a request arrives if there is
         no work. Raises exceptions found in the inbox, and EngineDied if this rank does not get a
-        request of rank 0 in time, or gets it with another prompt or other parameters."""
+        request of rank 0 in time, or gets another request with the same key."""
         while self._inbox.qsize():
             self._receive(None)
         while not has_work and not self._arrived:
@@ -97,10 +97,13 @@ class LockstepInbox:
         if self._checksum(entry[1]) != checksum:
             raise EngineDied(
                 f"request {key} of rank {self._executor.rank} differs from that of rank 0 in its "
-                "prompt or parameters: all ranks must make the same calls"
+                "prompt, adapter, images or parameters: all ranks must make the same calls"
             )
         return entry
 
     def _checksum(self, message: AddRequest) -> int:
-        parameters = (message.sampling, message.pooling, message.cache_salt, message.priority)
+        parameters = (
+            *(message.sampling, message.pooling, message.cache_salt, message.priority),
+            *(message.adapter, message.images),
+        )
         return zlib.crc32(self._encode(parameters), zlib.crc32(message.prompt))

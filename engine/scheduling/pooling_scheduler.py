@@ -122,7 +122,7 @@ class PoolingScheduler:
                 break
             error = self._packer.refusal(PREFILL, request.num_tokens, 0)
             if error is not None:
-                output.failed.append((request, error, ""))
+                output.failed.append((request, error))
                 self.finish_requests([request])
                 continue
             self.waiting.remove(request)

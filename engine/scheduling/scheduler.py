@@ -54,9 +54,8 @@ class SchedulerOutput:
     started: list[tuple[Request, int]] = field(default_factory=list)
     """Newly admitted requests with their number of prefix-cache tokens; without requests that start
     again after a preemption or a restart."""
-    failed: list[tuple[Request, str, str | None]] = field(default_factory=list)
-    """Requests that can never run, with the error message and the parameter at fault (see
-    Finish.param)."""
+    failed: list[tuple[Request, str]] = field(default_factory=list)
+    """Requests that can never run, with the error message."""
     chunks: list[Chunk] = field(default_factory=list)
     """Prefill chunks in scheduling order."""
     num_decode_blocks: int = 0
@@ -227,7 +226,8 @@ class Scheduler:
             return None
         return Refusal(
             f"the prompt needs {num_blocks} KV blocks of {self._kv.block_size} tokens, "
-            f"the cache has {self._kv.pool.size}"
+            f"the cache has {self._kv.pool.size}",
+            "",
         )
 
     def add_request(self, request: Request) -> None:
@@ -685,12 +685,11 @@ class Scheduler:
             f"the request needs {num_blocks} KV blocks of {self._kv.block_size} tokens, "
             f"the cache has {self._kv.pool.size}"
         )
-        output.failed.append((request, error, None))
-        self.finish_requests([request])
+        self._reject(request, error, output)
 
     def _reject(self, request: Request, error: str, output: SchedulerOutput) -> None:
-        """Fail a request that needs a launch shape that must not be compiled while serving."""
-        output.failed.append((request, error, ""))
+        """Fail a request that can never run."""
+        output.failed.append((request, error))
         self.finish_requests([request])
 
     def _admission_refusal(self, request: Request, count: int, num_cached: int) -> str | None:

@@ -128,8 +128,10 @@ class BucketTable:
             if (phase, batch, query) in complete:
                 continue
             reachable.append(bucket)
-            # A prefill pads the context of each row, a decode the blocks of the whole batch.
-            if blocks >= limits.blocks_per_seq * (batch if phase == DECODE else 1):
+            # A prefill pads the context of each row, a decode the blocks of the whole batch. The
+            # context of a merged row is the sum of the contexts of its sequences.
+            num_sequences = batch if phase == DECODE else limits.sequences_per_row
+            if blocks >= limits.blocks_per_seq * num_sequences:
                 complete.add((phase, batch, query))
         return reachable
 

@@ -27,7 +27,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from config.checkpoint import gguf
 from config.checkpoint.gguf import converted
-from config.checkpoint.gguf_metadata import open_gguf
+from config.checkpoint.gguf_metadata import GgufFile, open_gguf
 from config.checkpoint.gguf_tokenizer import byte_alphabet, tokenizer_files
 from config.checkpoint.gguf_weights import to_bfloat16
 from config.errors import ConfigError
@@ -568,3 +568,12 @@ def test_a_pair_of_bert_keeps_its_second_text_without_a_first_token(tmp_path: Pa
     assert files is not None
     tokenizer = Tokenizer.from_str(json.dumps(files["tokenizer.json"]))
     assert tokenizer.encode("hello", "world").tokens == ["hello", "[SEP]", "world", "[SEP]"]
+
+
+def test_booleans_are_not_read_as_integers(tmp_path: Path) -> None:
+    file = GgufFile(tmp_path / "tiny.gguf", {"one": True, "several": [True, False]}, {})
+
+    with pytest.raises(ConfigError, match=r"'one' in .* is True, it must be a int"):
+        file.value("one", int)
+    with pytest.raises(ConfigError, match="each entry must be a int"):
+        file.values("several", int)

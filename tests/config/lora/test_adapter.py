@@ -138,6 +138,7 @@ def test_target_modules_may_be_a_list_a_regex_or_all(
         (fields(lora_bias=True), "has lora_bias True, which is not supported"),
         (fields(modules_to_save=["lm_head"]), "has modules_to_save"),
         (fields(init_lora_weights="pissa"), "has init_lora_weights 'pissa'"),
+        (fields(init_lora_weights="lora_ga"), "has init_lora_weights 'lora_ga'"),
         (fields(layer_replication=[[0, 2]]), "has layer_replication"),
         (fields(target_parameters="experts.gate_up_proj"), "has target_parameters .* a list"),
         (fields(target_parameters=["a"] * 70_000), "70000 target_parameters, at most 65536"),

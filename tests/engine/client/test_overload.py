@@ -1,7 +1,10 @@
 """engine/client/ttft.py and a client's estimate: which requests are ahead of a new request."""
 
+import asyncio
+
 import pytest
 from engine_rig import request_of
+from waits import WAIT_S
 
 from config.errors import Overloaded
 from engine.client.base import SingleEngineClient
@@ -30,6 +33,7 @@ class QuietClient(SingleEngineClient):
         )
         super().__init__(0, limits, engine=engine)
         self.sent: list[ToEngine] = []
+        self.is_full = False
         facts = dict.fromkeys(
             ("weight_bytes", "kv_bytes", "total_bytes", "num_buckets", "load_s", "warmup_s"), 0
         )
@@ -48,8 +52,9 @@ class QuietClient(SingleEngineClient):
         )
 
     def _send(self, message: ToEngine) -> bool:
-        self.sent.append(message)
-        return True
+        if not self.is_full:
+            self.sent.append(message)
+        return not self.is_full
 
 
 def waits(*shares: tuple[int, int, int], rate: float = 1000.0, prefilling: int = 0) -> EngineStats:
@@ -183,3 +188,11 @@ def test_a_queue_filled_by_a_key_still_admits_other_keys() -> None:
     limits.enter(500, tenant=NEWCOMER)
     with pytest.raises(Overloaded, match="500 prompt tokens of this API key"):
         limits.enter(1, tenant=NEWCOMER)
+
+
+async def test_a_control_that_a_full_queue_does_not_take_is_refused_at_once() -> None:
+    client = QuietClient()
+    client.is_full = True
+
+    with pytest.raises(Overloaded, match="has left 8192 messages unread"):
+        await asyncio.wait_for(client.control("reset_prefix_cache"), WAIT_S)

@@ -206,6 +206,8 @@ def test_impossible_requests_are_refused_with_both_numbers(
     rig.run()
 
     assert (rig.reason(7), rig.error(7)) == ("error", error)
+    finish = rig.ledger.requests[7].finish
+    assert finish is not None and finish.param == ""
     assert rig.plans == []
     assert rig.core.num_requests == 0
 

@@ -252,6 +252,8 @@ def test_a_lone_request_that_outgrows_the_cache_fails_with_the_numbers() -> None
 
         assert rig.reason(0) == "error"
         assert rig.error(0) == "the request needs 5 KV blocks of 4 tokens, the cache has 4"
+        finish = rig.ledger.requests[0].finish
+        assert finish is not None and finish.param == ""
         assert rig.tokens(0) == rig.expected(0)[0][:9]
 
 

@@ -122,6 +122,17 @@ def test_dropping_unreachable_buckets_changes_no_lookup() -> None:
             assert table.find(PREFILL, 1, query, blocks) == full.find(PREFILL, 1, query, blocks)
 
 
+def test_a_bucket_for_the_contexts_of_several_merged_prompts_is_reachable() -> None:
+    limits = replace(LIMITS, merged_prefill=True, max_prefill_batch=3)
+    shapes = [(1, 128, blocks) for blocks in (16, 32, 48, 64)]
+    table = BucketTable(shapes, [(16, 1, 256)], limits, exact=False)
+
+    reachable = [bucket for bucket in table.reachable if bucket[0] == PREFILL]
+
+    assert limits.blocks_per_seq == 16
+    assert reachable == [(PREFILL, *shape) for shape in shapes[:3]]
+
+
 def test_all_buckets_are_reachable_without_prefix_caching() -> None:
     limits = replace(LIMITS, prefix_caching=False)
     table = BucketTable.make(BucketConfig(strategy="exponential"), limits)
