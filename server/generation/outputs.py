@@ -78,9 +78,12 @@ class Output:
 
 @dataclass(slots=True)
 class Timing:
-    """Queue, prefill and decode times of a sequence in seconds. The engine's own values if the
-    engine has finished the sequence; otherwise, for example after a stop string, values measured by
-    the API server."""
+    """Queue, prefill and decode times in seconds, of a sequence or of a request.
+
+    Times of a sequence are the engine's own if the engine has finished the sequence; otherwise, for
+    example after a stop string, they are measured by the API server. Times of a request are maxima
+    over its sequences; the decode time of a beam search is measured by the API server.
+    """
 
     queue_s: float = 0.0
     prefill_s: float = 0.0

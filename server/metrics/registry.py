@@ -190,7 +190,8 @@ class Metrics:
         self._image_seconds.observe(seconds)
 
     def rejected(self, reason: str) -> None:
-        """Count a request that was not admitted; `reason` is in REJECTIONS."""
+        """Count a request that failed with Overloaded before its response started. `reason` is in
+        REJECTIONS."""
         self._rejections[reason].inc()
 
     def peer_rejected(self) -> None:

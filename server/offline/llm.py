@@ -238,7 +238,7 @@ class LLM:
         use_tqdm: bool = True,
         lora_request: LoRARequest | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """Vectors, class probabilities or score of each prompt, from a pooling model.
+        """Vectors, class probabilities or logits, or score of each prompt, from a pooling model.
 
         `pooling_task`: embed, token_embed, classify or score, which replaces the task of
         `pooling_params`; None: the task of a single `pooling_params`. Prompts are truncated to
@@ -294,7 +294,8 @@ class LLM:
         use_tqdm: bool = True,
         pooling_params: Params = None,
     ) -> list[ClassificationRequestOutput]:
-        """The probabilities of the model's classes for each prompt. See `encode`."""
+        """The probabilities of the model's classes for each prompt; logits, if the result is not
+        normalized. See `encode`."""
         outputs = self.encode(
             prompts,
             pooling_params,

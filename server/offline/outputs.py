@@ -83,7 +83,7 @@ class BeamSearchOutput:
 
 @dataclass(frozen=True, slots=True)
 class PoolingOutput:
-    """Vectors, class probabilities or score of an input, from `LLM.encode`."""
+    """Vectors, class probabilities or logits, or score of an input, from `LLM.encode`."""
 
     data: Vectors
     """float32 array (width,), or (tokens, width) for the task token_embed."""
@@ -103,7 +103,7 @@ class EmbeddingOutput:
 
 @dataclass(frozen=True, slots=True)
 class ClassificationOutput:
-    """Class probabilities of an input, from `LLM.classify`."""
+    """Class probabilities or logits of an input, from `LLM.classify`."""
 
     probs: list[float]
     """Probability of each label of the model; the logit, if the result is not normalized."""

@@ -47,8 +47,8 @@ class RenderedChat:
         return replace(prompt, images=placed)
 
     def check_truncation(self, keep: int | None) -> None:
-        """Raise UserError for truncation of a prompt with images or videos, which it might
-        cut."""
+        """Raise UserError if `keep` limits a prompt with images or videos: truncation might cut the
+        tokens of an image or video."""
         if self.images and keep is not None:
             raise UserError(
                 f"truncate_prompt_tokens is {keep}, and the prompt has {len(self.images)} images, "

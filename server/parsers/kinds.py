@@ -10,8 +10,8 @@ F_co = TypeVar("F_co", covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class ParserKind(Generic[F_co]):
-    """Registry entry of a tool or reasoning parser. Each file lists its entries in TOOL_PARSERS,
-    REASONING_PARSERS or both, created with `by_name`."""
+    """Registry entry of a tool or reasoning parser. A file with parsers lists their entries in
+    TOOL_PARSERS, REASONING_PARSERS or both, created with `by_name`."""
 
     names: tuple[str, ...]
     """Values of --tool-call-parser or --reasoning-parser. `auto` selects the first name."""

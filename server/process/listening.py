@@ -16,8 +16,8 @@ _MAX_PORT = 65535
 
 def bind(host: str, port: int, *, shared: bool) -> socket.socket:
     """Bind the address of this server. Raises ConfigError if it is not available. `shared`: other
-    processes can bind the port too (SO_REUSEPORT); the port is first bound exclusively, to detect
-    another server."""
+    processes can bind the port too (SO_REUSEPORT); a port other than 0 is first bound exclusively,
+    to detect another server."""
     if shared and port:
         bind_port(host, port, shared=False).close()
     return bind_port(host, port, shared=shared)

@@ -47,12 +47,12 @@ def without_lone_surrogates(text: str) -> str:
 
 
 def initial_characters(num_tokens: int) -> int:
-    """Characters to read first for `num_tokens`."""
+    """Characters to read first for `num_tokens`, besides the rest of a word."""
     return INITIAL_CHARACTERS * (num_tokens + MARGIN_TOKENS)
 
 
 def max_characters(num_tokens: int) -> int:
-    """Maximum characters to read for `num_tokens`."""
+    """Maximum characters to read for `num_tokens`, besides the rest of a word."""
     return MAX_CHARACTERS * (num_tokens + MARGIN_TOKENS)
 
 

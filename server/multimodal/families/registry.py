@@ -1,4 +1,5 @@
-"""Selects the PromptForm of a checkpoint by its processor class, or else by its model type."""
+"""Selects the PromptForm of a checkpoint: Pixtral's for Pixtral's vision tower, otherwise by
+processor class, or else by model type."""
 
 from config.errors import ConfigError
 from config.kinds import Kinds
@@ -8,7 +9,7 @@ _FORMS = Kinds[MakeForm]("server.multimodal.families", "FORMS", "processor class
 
 
 def prompt_form(files: ProcessorFiles) -> PromptForm:
-    """The PromptForm for a processor class, or else for a model type. Raises ConfigError."""
+    """The PromptForm of the checkpoint with `files`. Raises ConfigError."""
     name = files.processor.get("processor_class")
     if files.vision.get("model_type") == "pixtral":
         # Checkpoints with Pixtral's vision tower may name LlavaProcessor.

@@ -106,7 +106,7 @@ class BackgroundResponse:
 
 
 def _frames_in(data: bytes) -> Iterator[bytes]:
-    """The frames in `data`, split when they are read."""
+    """The frames in `data`, which is not split before the first frame is read."""
     for part in data.split(b"\n\n")[:-1]:
         yield part + b"\n\n"
 

@@ -335,7 +335,7 @@ class ResponseStore:
                 self.remove(entry)
 
     def _schedule_expiry(self) -> None:
-        """Schedule the next expiry check, because no further request may arrive."""
+        """Schedule the next expiry check: responses expire even if no further requests arrive."""
         if self._timer is None and self._entries:
             oldest_s = self._now() - next(iter(self._entries.values())).stored_s
             left_s = max(self._max_age_s - oldest_s, MIN_EXPIRY_INTERVAL_S)

@@ -18,8 +18,9 @@ from server.parsers.tool.structural_tag import Functions, ToolCallGrammar
 
 MAX_NAME_CHARACTERS = 256
 PIECE_CHARACTERS = 32
-"""Characters after a marker in reasoning that are parsed at once. The first characters usually
-decide whether it is a call; parsing more would repeat the work for each of many markers."""
+"""Characters from the start of a marker in reasoning that are parsed at once. The first characters
+usually decide whether the marker starts a call; parsing more would repeat the work for each of many
+markers."""
 _TAG_STARTS = "<[]"
 """First characters of tags. Text may quote words that are markers, but not tags."""
 _TAG_ENDS = (">", "]")

@@ -155,8 +155,8 @@ class Elements(ToolCallFormat):
             yield from source.collect_until((">",), most=MAX_NAME_CHARACTERS)
 
     def _read_text(self, source: Source, key: str, sink: Sink) -> Steps[None]:
-        """Read text up to the end tag of `key`, whose namespace may be missing, or up to the next
-        tag."""
+        """Read text up to the end tag of `key`, or up to the next tag. The end tag may lack its
+        namespace if it stands directly before the next namespace."""
         bare_end = f"</{key}>"
         words = (self.namespace, bare_end + self.namespace)
         while True:
@@ -211,8 +211,8 @@ class Elements(ToolCallFormat):
         return _joined(elements, types)
 
     def _read_piece(self, source: Source, key: str, pieces: list[str]) -> Steps[bool]:
-        """Read text up to a namespace; returns whether an end tag of `key` without a namespace came
-        first."""
+        """Read text up to a namespace; returns whether an end tag of `key` that lacks its namespace
+        stands directly before it."""
         bare_end = f"</{key}>"
         words = (self.namespace, bare_end + self.namespace)
         word = yield from source.read_until(words, pieces.append, leave=True)
