@@ -97,7 +97,7 @@ class Metrics:
         ).labels(self._model_name, ENGINE)
         rejections = self._registry.counter(
             "vllm:admission_rejections",
-            "Requests that were not admitted, answered with 503.",
+            "Requests answered with 503.",
             (*LABELS, "reason"),
         )
         self._rejections = {

@@ -214,7 +214,9 @@ class _Search:
                 allowed = types
                 continue
             both = allowed & types
-            if "integer" in allowed | types and "number" in allowed | types:
+            if any(
+                "integer" in a and "number" in b for a, b in ((allowed, types), (types, allowed))
+            ):
                 both |= {"integer"}
             allowed = both or allowed
         return allowed

@@ -24,6 +24,8 @@ CASES: list[tuple[Any, str, Any]] = [
     ({"allOf": [{"$ref": "#/$defs/Text"}], "default": "x"}, "123", "123"),
     ({"allOf": [{"type": ["string", "integer"]}, {"type": "string"}]}, "1", "1"),
     ({"allOf": [{"type": "number"}, {"type": "integer"}]}, "1", 1),
+    ({"type": ["integer", "number", "string"], "enum": ["1", "2"]}, "1", "1"),
+    ({"type": ["integer", "number"], "allOf": [{"type": "string"}]}, "1.5", 1.5),
     ({"anyOf": [{"$ref": "#/$defs/Text"}, {"type": "null"}]}, "123", "123"),
     ({"anyOf": [{"$ref": "#/$defs/Text"}, {"type": "null"}]}, "null", None),
     ({"anyOf": [{"anyOf": [STRING, {"type": "integer"}]}, {"type": "null"}]}, "7", 7),
