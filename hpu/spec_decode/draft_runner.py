@@ -46,7 +46,7 @@ class DraftRunner:
         Args:
             target: runner parts of the target: its requests, and the sampler that chooses drafts.
             hidden_cache: hidden states of the target.
-            agreement: of the ranks, so that all ranks use the same measurements.
+            agreement: agreement of the ranks, so that all ranks use the same measurements.
             max_prefill_tokens: maximum number of tokens of a prefill.
         """
         self.block_size = target.batch_state.block_size

@@ -166,7 +166,7 @@ class EmulatedDevice:
         self.launches = LaunchClock(config.launch_submit_s)
         self._default_stream = StreamState(self.clock)
         self._streams = threading.local()
-        """The current stream of each thread, like in the runtime."""
+        """The current stream of each thread, as in the runtime."""
         self.current_stream: Callable[[], CardStream] = lambda: CardStream(
             self, self.stream_state, 0
         )

@@ -225,7 +225,7 @@ class CardEvent:
         self.seen: Times = {}
 
     def record(self, stream: "CardStream | None" = None) -> None:
-        """Record the event. Like in the runtime, this ends the segment only in the current stream
+        """Record the event. This ends the segment only in the current stream, as in the runtime
         (the bridge's HPUEvent.cpp)."""
         self._device.acquisition.touch()
         self._state = (stream or self._device.current_stream()).stream_state
