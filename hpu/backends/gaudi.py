@@ -458,7 +458,7 @@ class GaudiBackend(Backend):
     @property
     def _end_recipe(self) -> Callable[[], None]:
         """Callback that ends the recipe after a part of a layer. In the lazy modes each part is a
-        separate recipe, like in the vendor's plug-in: equal parts share a recipe, and a recipe
+        separate recipe, as in the vendor's plug-in: equal parts share a recipe, and a recipe
         needs memory for a single part. In other modes it does nothing."""
         return self.mark_step if self._mode in (HPU_GRAPHS, LAZY) else lambda: None
 

@@ -50,18 +50,18 @@ class HostCopies:
     A source must not be written or freed before its copy is done: this class holds references to
     sources until then.
 
-    The host memory is pinned where the runtime can do that. A copy to unpinned memory first waits
-    for the thread that submits launches (HabanaAI/gaudi-pytorch-bridge, copy_hpu_lazy_D2H in
-    lazy_kernels.cpp), and goes through a staging buffer, from where a thread of the runtime copies
-    when the copy's event is done. No event and no synchronize waits for that thread
-    (backend/synapse_helpers/device.cpp and stream.cpp there). Hence a target is filled with
-    NOT_ARRIVED before the copy, and polled after the event.
+    Targets of side and default are in pinned memory where the runtime can pin it. A copy to
+    unpinned memory first waits for the thread that submits launches (HabanaAI/gaudi-pytorch-bridge,
+    copy_hpu_lazy_D2H in lazy_kernels.cpp), and goes through a staging buffer, from where a thread
+    of the runtime copies when the copy's event is done. No event and no synchronize waits for that
+    thread (backend/synapse_helpers/device.cpp and stream.cpp there). Hence these targets are filled
+    with NOT_ARRIVED before the copy, and polled after the event.
     """
 
     def __init__(self, runtime: Any, kind: str = SIDE_COPIES) -> None:
         self.kind = kind
         self.is_pinned = _can_pin()
-        """Whether targets are in pinned memory."""
+        """Whether targets of side and default are in pinned memory."""
         self._runtime = runtime
         self._stream = runtime.Stream()
         self._started: list[_Copy] = []

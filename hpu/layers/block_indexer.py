@@ -97,8 +97,8 @@ class BlockIndexer(nn.Module):
         return hidden, self._prefill(query, key, metadata)
 
     def _read(self, blocks: Tensor | None, count: int) -> Tensor:
-        """Cached index keys (N, block_size, head_dim) of `blocks` (N); None: of the first `count`
-        blocks."""
+        """Cached index keys (N, block_size, head_dim) of `blocks` (N), or of the first `count`
+        blocks if `blocks` is None."""
         cache = self._keys.view(-1, self.spec.block_size, *self._keys.shape[1:])
         if count:
             cache = cache[:count]

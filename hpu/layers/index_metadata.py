@@ -1,5 +1,5 @@
-"""Attention inputs of layers that choose blocks of keys (block_indexer.py), which the layers of a
-launch share."""
+"""Attention inputs of layers that choose blocks of keys (block_indexer.py). The layers of a launch
+share these inputs."""
 
 from typing import NamedTuple
 

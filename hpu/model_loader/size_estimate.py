@@ -178,8 +178,8 @@ def _rotated_sizes(config: ModelConfig) -> list[int]:
 
 
 def count_active_parameters(config: ModelConfig) -> int:
-    """Parameters that a token is multiplied by: of the routed experts only the experts that the
-    token is routed to, and the embedding only if it is the output head too."""
+    """Parameters that a token is multiplied by: routed experts only if the token is routed to
+    them, and the embedding only if it is the output head too."""
     moe, active = config.moe, 0
     for spec, count in _counted_specs(config, WHOLE):
         size = spec.num_elements()

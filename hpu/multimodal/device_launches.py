@@ -1,5 +1,5 @@
-"""DeviceLaunches: launches of a vision tower on a device that compiles each shape, with a graph per
-launch size."""
+"""DeviceLaunches: launches of a vision tower on a device that compiles each shape. Each launch size
+may be captured as a graph."""
 
 from collections.abc import Callable
 from typing import NamedTuple

@@ -471,7 +471,7 @@ class _Launcher:
     def decode(self, tokens: Tensor, inputs: DecodeAttentionInputs) -> Tensor:
         """Run token ids (B, 1); returns normed hidden states (B, 1, hidden)."""
         hidden = self._output(tokens)
-        # Leave out the features: models with states are not supported.
+        # Without the features: the library reads only rotated positions and adapters, set below.
         columns = map(_address, (tokens, *inputs[:6]))
         step = _Step(len(tokens), len(inputs.block_list), *columns, hidden.data_ptr())
         step.rotated_at = _address(rotated_positions(inputs))

@@ -453,8 +453,8 @@ def open_library(
 
     Returns None and logs the reason if it cannot be compiled or loaded: the CPU back end then uses
     torch's operators. `int8_activations`: round the inputs of quantized weights to 8 bits on a
-    machine without AMX tiles (with tiles, bfloat16 inputs are faster). `on_step` is called every
-    COUNT_S during a compilation.
+    machine with AVX512-VNNI and VBMI but without AMX tiles (with tiles, bfloat16 inputs are
+    faster). `on_step` is called every COUNT_S during a compilation.
     """
     flags = cpu_flags()
     missing = sorted(NEEDED - flags)

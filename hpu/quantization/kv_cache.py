@@ -112,7 +112,7 @@ class _Cast:
 
     def encode(self, x: Tensor) -> Tensor:
         if torch.finfo(x.dtype).max > self._largest:
-            # Clamped: an overflow to infinity would make the softmax of the whole sequence NaN.
+            # Clamped: an infinite key or value could make the output of the whole sequence NaN.
             x = x.clamp(-self._largest, self._largest)
         return x.to(self._stored)
 

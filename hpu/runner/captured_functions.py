@@ -21,8 +21,8 @@ class CapturedFunctions:
     def __init__(
         self, backend: Backend, graphs: GraphCache, agreement: Agreement, what: str
     ) -> None:
-        """`agreement`: of the ranks that run the functions. `what`: description of the functions in
-        log lines."""
+        """`agreement`: agreement of the ranks that run the functions. `what`: description of the
+        functions in log lines."""
         self._agreement = agreement
         self.backend = backend
         self._graphs = graphs

@@ -108,7 +108,7 @@ class CapturingGraphCache(GraphCache):
         """Create an empty cache.
 
         Args:
-            agreement: of the ranks, whose graphs contain the same collectives.
+            agreement: agreement of the ranks, whose graphs contain the same collectives.
             runs_once: disables capture on demand, because a capture runs `forward` once more.
                 Set if `forward` advances states or overwrites ring entries, or for a pipeline
                 stage, whose capture would wait for a stage that waits for this launch.

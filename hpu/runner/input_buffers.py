@@ -222,8 +222,8 @@ class _InputSet(Generic[A_co]):
         backend: Backend,
         device: Tensor,
     ) -> None:
-        """`shapes`: of the layout's fields. `own`: forward-pass inputs that are written on the
-        device."""
+        """`shapes`: shapes of the layout's fields. `own`: forward-pass inputs that are written
+        on the device."""
         self.host = backend.host_for(device)
         self.device = device
         flats = torch.split(self.host, [math.prod(shape) for shape in shapes])

@@ -93,7 +93,7 @@ class LaunchResults(ABC):
         """Compute and add prompt log-probabilities of a request."""
 
     def finish(self, done: AsyncLaunchOutput) -> None:
-        """Start the copy of results that the other methods did not start to copy."""
+        """Start the copies of results that the other methods have not started."""
         return
 
 

@@ -149,8 +149,8 @@ class ModelRunner(StepRunner):
                 self._link.begin_step(self._last_tokens, num_launches)
 
     def sample_deferred(self, output: AsyncStepOutput, masks: GrammarMasks) -> None:
-        """Set the bitmasks of the newest plan's deferred requests and run their launches. Does not
-        wait for the results. Raises RuntimeError if `masks` are for another plan."""
+        """Set the bitmasks of the newest plan's deferred requests and finish their launches. Does
+        not wait for the results. Raises RuntimeError if `masks` are for another plan."""
         start = time.perf_counter()
         forward = output.deferred_forward
         if forward is None or masks.step != output.step:

@@ -48,7 +48,7 @@ class SamplerGraphs:
         graphs: GraphCache,
         agreement: Agreement,
     ) -> None:
-        """`agreement`: of the ranks that sample."""
+        """`agreement`: agreement of the ranks that sample."""
         self._model = model
         self._sampler = sampler
         self._backend = backend

@@ -492,7 +492,7 @@ class _Progress:
 
     def step(self) -> None:
         self._done = min(self._done + 1, self._total)
-        # Within a pass the largest buckets come first, so the estimate tends to be too high.
+        # Runs without a graph take the largest buckets first, so the estimate tends to be too high.
         step_s = (time.perf_counter() - self._start_s) / self._done
         self._left_s = step_s * (self._total - self._done)
         self._on_progress(WarmupProgress("warmup", self._done, self._total, self._left_s))

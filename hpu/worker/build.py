@@ -352,7 +352,7 @@ def make_runner(
 
 
 def _drafting(loaded: LoadedModel, caches: DraftCaches | None) -> Drafting:
-    """`caches`: of the draft model or head, if there is one."""
+    """`caches`: caches of the draft model or head; None without either."""
     method = loaded.config.speculation.choose()
     if method is None:
         return Drafting(loaded)

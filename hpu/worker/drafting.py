@@ -114,7 +114,7 @@ class SpeculativeDrafting(Drafting):
     def __init__(
         self, loaded: LoadedModel, method: SpeculationMethod, caches: DraftCaches | None
     ) -> None:
-        """`caches`: of the draft model or head, if there is one."""
+        """`caches`: caches of the draft model or head; None without either."""
         super().__init__(loaded)
         self._method = method
         self._caches = caches

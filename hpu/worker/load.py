@@ -527,7 +527,8 @@ def served_dtype(
     num_expert_ranks = groups.expert.size if config.parallel.enable_expert_parallel else 1
     is_whole = is_built_in and num_expert_ranks == stage.size == 1
     quantization = chosen_quantization(config.quantization, model_config)
-    # Matmuls of a compressor, and with int8, int4 and gguf weights, run in bfloat16.
+    # Modules of the FP8 compressor, and int8, int4 and gguf weights, require bfloat16. A pooling
+    # model has neither.
     needs_bfloat16 = quantization in (*AT_LOAD, INC) and not is_pooling
     configured = "bfloat16" if needs_bfloat16 else config.dtype
     return choose_dtype(configured, model_config, backend, is_plain=is_whole and not is_pooling)

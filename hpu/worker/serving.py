@@ -74,7 +74,7 @@ class Serving:
         self.profiler.trace.submitted(output, start)
 
     def mask(self, masks: GrammarMasks) -> None:
-        """Set the bitmasks of the newest plan's deferred requests and launch their sampling; does
+        """Set the bitmasks of the newest plan's deferred requests and finish their launches; does
         not wait for the results."""
         runner = self.components.runner
         assert isinstance(runner, ModelRunner) and self.in_flight, "mask without a plan"

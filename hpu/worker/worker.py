@@ -134,7 +134,7 @@ class Worker:
         self.serving.submit(plan)
 
     def mask(self, masks: GrammarMasks) -> None:
-        """Set the bitmasks of the newest plan's deferred requests and launch their sampling. Does
+        """Set the bitmasks of the newest plan's deferred requests and finish their launches. Does
         not wait for the results."""
         self.serving.mask(masks)
 

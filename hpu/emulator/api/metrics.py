@@ -69,7 +69,7 @@ class Metric:
             self._ends.append(self._now())
 
     def reset(self) -> None:
-        """Restart the counts; the list of recipes stays, like in the real runtime."""
+        """Restart the counts; the list of recipes stays, as in the real runtime."""
         self._base = replace(self._now(), num_recipes=self._base.num_recipes)
         self._ends = self._ends and [self._now()]
 

@@ -406,7 +406,7 @@ NOT_MODELLED = frozenset(
         "get_stream_info",
     )
 )
-"""Names of the newest torch.hpu (2025) that the emulator does not model."""
+"""Names in torch.hpu of 2025 that the emulator does not model."""
 SWITCHES = {
     "inference_mode": "is_inference_mode_enabled",
     "quantization": None,

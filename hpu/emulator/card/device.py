@@ -166,7 +166,7 @@ class EmulatedDevice:
         self.launches = LaunchClock(config.launch_submit_s)
         self._default_stream = StreamState(self.clock)
         self._streams = threading.local()
-        """The current stream of each thread, like in the runtime."""
+        """The current stream of each thread, as in the runtime."""
         self.current_state: Callable[[], StreamState] = lambda: self.stream_state
         """State of the current stream as the runtime's Python code finds it."""
         self.on_default_stream: Callable[[], AbstractContextManager[None]] = nullcontext

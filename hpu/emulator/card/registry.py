@@ -8,7 +8,7 @@ fallback checks (hpu_ops/**/*_gen.cpp; habana_kernels/kernels_register.cpp for l
 habana_eager/kernels_impl.cpp for eager mode).
 
 `registered_dtypes.txt` lists the dtypes of ops, as in the last hpu_op.yaml that names them (release
-1.19). In the newest hpu_op.yaml (2025) only the norms have a list: the runtime's kernels, whose
+1.19). In hpu_op.yaml of 2025 only the norms have a list: the runtime's kernels, whose
 sources are closed, decide for the other ops, so the last published list counts for all releases.
 bmm, baddbmm, linear, mv and dot run on the matrix unit like mm, and have its list.
 """

@@ -28,7 +28,7 @@ class CardEvent:
         self.seen: Times = {}
 
     def record(self, stream: "CardStream | None" = None) -> None:
-        """Record the event. Like in the runtime, this ends the segment only in the current stream
+        """Record the event. This ends the segment only in the current stream, as in the runtime
         (the bridge's HPUEvent.cpp)."""
         self._device.acquisition.touch()
         self._state = self._state_of(stream)

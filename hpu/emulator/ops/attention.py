@@ -48,9 +48,9 @@ def sdpa(
     dimensions before the last two broadcast. `valid_seq_len` (batch) masks padded keys; the output
     of a padded query is unspecified.
 
-    Like in the bridge's sdpa_gen.cpp, statistics (batch, ..., seq, 1) exist only for a backward
-    pass; the maxima have the dtype of `q`, or float32 in mode fp32 (2025); the inverse sums are
-    bfloat16 if `q` is bfloat16 and the softmax mode is fast, else float32.
+    Statistics (batch, ..., seq, 1) exist only for a backward pass, as in the bridge's sdpa_gen.cpp;
+    the maxima have the dtype of `q`, or float32 in mode fp32 (2025); the inverse sums are bfloat16
+    if `q` is bfloat16 and the softmax mode is fast, else float32.
     """
     check_sdpa(q, k, mask, p, is_causal, softmax_mode, valid_seq_len, seq_padding_type)
     _check_statistics(requires_backward, is_causal, valid_seq_len)

@@ -30,7 +30,7 @@ COLLECTIVES = "_c10d_functional"
 """Namespace of the collectives of compiled code, which the bridge never accepts into a graph (its
 test_hpu_propose_partitions.py)."""
 COLLECTIVE = "a collective runs alone"
-"""The reason to leave a collective out, which is no fallback."""
+"""Reason for leaving out a collective, which does not count as a fallback."""
 NO_BOOL = ("full", "mul")
 """Operators that are taken out of the graph if their second argument is a bool (bool_fallback_list
 of 2025 and of 2026)."""

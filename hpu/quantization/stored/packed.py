@@ -47,7 +47,7 @@ class PackedLinearMethod(StoredMethod):
 
 
 class PackedMoEMethod(StoredMoEMethod):
-    """MoEMethod whose weights become StackedWeights, each packed like in PackedLinearMethod. If any
+    """MoEMethod whose weights become StackedWeights, each packed as in PackedLinearMethod. If any
     weight has to be dequantized, all weights of the layer are."""
 
     def process_weights(self, layer: ExpertsLayer) -> None:
