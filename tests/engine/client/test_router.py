@@ -554,7 +554,7 @@ async def test_an_adapter_that_a_single_engine_has_can_be_loaded_and_unloaded() 
 
 
 async def test_common_adapters_are_recomputed_only_when_the_adapters_of_an_engine_change() -> None:
-    router, (first, second) = await with_adapters(adapter("own"))
+    router, (_, second) = await with_adapters(adapter("own"))
     before = router.adapters
     assert router.adapters is before
 
