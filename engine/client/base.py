@@ -400,11 +400,11 @@ class SingleEngineClient:
 
     def _lose(self, failure: Failure) -> None:
         """Handle an engine crash: keep the requests for a new engine, or fail them if resumption is
-        off, the engine was never ready, or an invalid setting is the cause."""
-        if self.state.is_lost and self._keeps_requests(failure):
+        off or the engine was never ready."""
+        if self.state.is_lost and self._resumes:
             # The new engine crashed before it was ready; keep the first cause.
             return
-        if not (self.state.is_running and self._keeps_requests(failure)):
+        if not (self.state.is_running and self._resumes):
             self._fail(failure)
             return
         lost = self.state = Lost(self.state.report(), failure, self.adapters)
@@ -417,9 +417,6 @@ class SingleEngineClient:
             lost.wait_for_cause(loop.call_later(CAUSE_GRACE_S, self._attribute_crash, lost, True))
         else:
             self._attribute_crash(lost, failure.is_external)
-
-    def _keeps_requests(self, failure: Failure) -> bool:
-        return self._resumes and not failure.is_config
 
     def _attribute_crash(self, lost: EngineState, is_external: bool) -> None:
         """Fail the poison request, if there is one, and report the crash to the observer."""

@@ -5,7 +5,6 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 
 from msgspec.structs import replace
 
@@ -28,13 +27,7 @@ from engine.process.child_process import (
     python_command,
     read_orders,
 )
-from engine.process.engine_orders import (
-    CONFIG_ERROR_EXIT,
-    PROFILE_EXIT,
-    EngineOrders,
-    front_end_endpoint,
-    ready_file,
-)
+from engine.process.engine_orders import PROFILE_EXIT, EngineOrders, front_end_endpoint
 from engine.process.restarts import MAX_WAIT_S, RestartLimit, mark_ready
 from engine.transport.channels import SocketDirectory, new_token
 from hpu.host import usable_cores
@@ -92,6 +85,7 @@ def launch(
         orders,
         environment={**environment(), **runtime_environment(config), **cards},
         on_exit=on_exit,
+        pass_fds=[] if orders.ready_fd < 0 else [orders.ready_fd],
     )
 
 
@@ -121,8 +115,8 @@ class EngineProcesses:
         """Start the engines with `launch`; each engine gets `orders` with its own number. `on_exit`
         is called with the number of an engine that has ended and a description of the end. An
         engine that has been ready is restarted instead, at most `max_restarts` times in a row and
-        at most `max_wait_s` after each end, and `on_restart` is called. Coupled engines, and an
-        engine whose restart failed because of an invalid setting, are not restarted."""
+        at most `max_wait_s` after each end, and `on_restart` is called. Coupled engines are not
+        restarted."""
         config = share_cores(orders.config)
         self._orders = replace(orders, config=config)
         self._command = command
@@ -130,12 +124,7 @@ class EngineProcesses:
         max_restarts = 0 if config.num_coupled_engines > 1 else max_restarts
         parallel = config.data_parallel
         engines = range(parallel.first_engine, parallel.first_engine + parallel.num_local)
-        self._limits = {
-            engine: RestartLimit(
-                Path(ready_file(orders.directory, engine)), max_restarts, max_wait_s
-            )
-            for engine in engines
-        }
+        self._limits = {engine: RestartLimit(max_restarts, max_wait_s) for engine in engines}
         self._has_closed = threading.Event()
         self.are_coupled = config.num_coupled_engines > 1
         """Whether all engines stop when any of them ends."""
@@ -165,14 +154,18 @@ class EngineProcesses:
 
     def _launch(self, engine: int) -> None:
         self.processes[engine] = launch(
-            replace(self._orders, engine=engine),
+            replace(
+                self._orders,
+                engine=engine,
+                ready_fd=self._limits[engine].ready_fd,
+                is_restart=engine in self.processes,
+            ),
             on_exit=partial(self._ended, engine),
             command=self._command,
         )
 
     def _ended(self, engine: int, end: ProcessEnd) -> None:
-        is_misconfigured = self.processes[engine].poll() == CONFIG_ERROR_EXIT
-        wait_s = self._limits[engine].wait_s(is_misconfigured=is_misconfigured)
+        wait_s = self._limits[engine].wait_s()
         if wait_s is not None:
             self._on_restart(engine, end)
             # Restart on another thread: `_restart` joins the watcher of this process, which is this
@@ -186,16 +179,22 @@ class EngineProcesses:
             # another thread: `close` joins the watcher of this process, which is this thread.
             threading.Thread(target=self.close, args=(COUPLED_STOP_S,), daemon=True).start()
 
-    def _restart(self, engine: int, reason: str, wait_s: float) -> None:
-        logger.error("%s: %s", capitalized(reason), self._limits[engine].describe(wait_s))
-        self._has_closed.wait(wait_s)
-        with self._closing:
-            if not self._has_closed.is_set():
+    def _restart(self, engine: int, reason: str, wait_s: float | None) -> None:
+        limit, text = self._limits[engine], reason
+        while wait_s is not None:
+            logger.error("%s: %s", capitalized(text), limit.describe(wait_s))
+            self._has_closed.wait(wait_s)
+            with self._closing:
+                if self._has_closed.is_set():
+                    return
                 self.processes[engine].close(0)
                 try:
                     self._launch(engine)
+                    return
                 except Exception as error:
-                    self._on_exit(engine, f"{reason}, and cannot be started again: {error}")
+                    text = f"{reason}, and cannot be started again: {error}"
+            wait_s = limit.wait_s()
+        self._on_exit(engine, text)
 
 
 def share_cores(config: EngineConfig, num_cores: int | None = None) -> EngineConfig:

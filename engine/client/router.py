@@ -1,6 +1,7 @@
 """RouterClient: EngineClient over several engines; routes each request to an engine."""
 
 import asyncio
+import operator
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -175,6 +176,9 @@ class RouterClient:
         self._stats_of: list[EngineStats] = []
         """The stats of the living engines that `_stats` sums; `_stats` is recomputed when they
         change."""
+        self._adapters: Mapping[str, LoRAInfo] = {}
+        self._adapters_of: list[Mapping[str, LoRAInfo]] = []
+        """The adapters of the running engines, from which `_adapters` was made."""
         for engine, prefixes in zip(engines, self._prefixes, strict=True):
             engine.on_prompt(prefixes.add)
             engine.wanted_adapters = partial(self._wanted_adapters, engine)
@@ -263,17 +267,20 @@ class RouterClient:
     def stats(self) -> EngineStats:
         """Sums over the living engines (see `summed`), recomputed when their stats change."""
         parts = [engine.stats for engine in self.living]
-        if len(parts) != len(self._stats_of) or any(
-            part is not before for part, before in zip(parts, self._stats_of, strict=True)
-        ):
+        if not _are_same(parts, self._stats_of):
             self._stats, self._stats_of = summed(parts), parts
         return self._stats
 
     @property
     def adapters(self) -> Mapping[str, LoRAInfo]:
         """Adapters that every running engine serves. Engines may differ while an adapter is being
-        loaded or unloaded. If no engine runs: the adapters of the engine that crashed last."""
-        return self._common_adapters(self._running)
+        loaded or unloaded. If no engine runs: the adapters of the engine that crashed last.
+        Recomputed when the adapters of an engine change."""
+        running = self._running
+        parts = [engine.adapters for engine in running]
+        if not parts or not _are_same(parts, self._adapters_of):
+            self._adapters, self._adapters_of = self._common_adapters(running), parts
+        return self._adapters
 
     @property
     def _running(self) -> list[SingleEngineClient]:
@@ -455,6 +462,11 @@ class RouterClient:
         ]
         index, reason = choose(candidates, num_tokens)
         return engines[index], reason, hashes
+
+
+def _are_same(parts: Sequence[object], others: Sequence[object]) -> bool:
+    """Whether both sequences hold the same objects, compared by identity."""
+    return len(parts) == len(others) and all(map(operator.is_, parts, others))
 
 
 def outstanding_tokens(engine: SingleEngineClient, block_size: int) -> int:

@@ -6,7 +6,6 @@ import shutil
 import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
 from config.errors import ConfigError, EngineDied
 from config.log import setup as setup_log
@@ -26,7 +25,6 @@ from engine.process.engine_orders import (
     CONFIG_ERROR_EXIT,
     PROFILE_EXIT,
     EngineOrders,
-    ready_file,
 )
 from engine.process.restarts import mark_ready
 from engine.transport.channels import (
@@ -92,6 +90,9 @@ def _serve(orders: EngineOrders, make_executor: MakeExecutor) -> int:
                 loop.run(executor, freeze_garbage=True, group=group)
         except Exception as error:
             failed = describe_failure(error, orders.engine)
+            # The settings were valid at the first start. The cause, such as a disk that is full or
+            # cannot be written, may pass.
+            failed.is_config &= not orders.is_restart
             code = CONFIG_ERROR_EXIT if failed.is_config else 1
             if failed.is_profile:
                 code = PROFILE_EXIT
@@ -100,7 +101,8 @@ def _serve(orders: EngineOrders, make_executor: MakeExecutor) -> int:
                 # With a single front end and engine, the server prints the reason last: do not log
                 # it twice.
                 parallel = orders.config.data_parallel
-                is_reported = orders.num_front_ends == parallel.data_parallel_size == 1
+                is_alone = orders.num_front_ends == parallel.data_parallel_size == 1
+                is_reported = is_alone and not orders.is_restart
             if isinstance(error, (ConfigError, EngineDied)) and not is_reported:
                 level = logging.INFO if failed.is_profile else logging.ERROR
                 logger.log(level, "%s", failed.message)
@@ -144,7 +146,6 @@ class MessageSender:
         self._sockets: list[PairSocket[FromEngine, ToEngine] | None] = [
             self._connected(index) for index in range(orders.num_front_ends)
         ]
-        self._ready_file = Path(ready_file(orders.directory, orders.engine))
         # Reentrant: STOP can interrupt the main thread while it holds the lock, and then sends
         # Failed.
         self._lock = threading.RLock()
@@ -156,8 +157,8 @@ class MessageSender:
         """Send to `front_end`, or to all front ends if None; calls `on_error` with an error.
         Thread-safe."""
         try:
-            if isinstance(message, Ready):
-                mark_ready(self._ready_file)
+            if isinstance(message, Ready) and self._orders.ready_fd >= 0:
+                mark_ready(self._orders.ready_fd)
             with self._lock:
                 to = range(len(self._sockets)) if front_end is None else (front_end,)
                 for index in to:

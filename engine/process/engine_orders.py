@@ -36,6 +36,10 @@ class EngineOrders(msgspec.Struct, frozen=True):
     log: LogConfig = DEFAULT
     remote_token: str = ""
     """Token with which engines on other hosts authenticate to this engine's DPCoordinator."""
+    ready_fd: int = -1
+    """Inherited descriptor for `mark_ready`; -1: the engine is not restarted."""
+    is_restart: bool = False
+    """Whether this engine replaces an engine that was ready with the same settings."""
 
     @property
     def own_directory(self) -> str:
@@ -110,8 +114,3 @@ def _remote_endpoint(index: int, engine: int, data_parallel: DataParallelConfig)
             "--data-parallel-rpc-port"
         )
     return f"tcp://{data_parallel.data_parallel_address}:{port}"
-
-
-def ready_file(directory: str, engine: int) -> str:
-    """Path of the file that an engine creates when it is ready."""
-    return str(Path(directory, f"e{engine}.ready"))

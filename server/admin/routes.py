@@ -21,7 +21,7 @@ from server.serving.state import STARTING_RETRY_S, AppState
 def admin_routes(state: AppState) -> APIRouter:
     """Routes for operators: probes, metrics and server status."""
     router = APIRouter(tags=["Operations"])
-    pages = MetricsPages(state.metrics.page)
+    pages = MetricsPages(state.metrics.pieces)
     get = partial(router.get, responses=ANSWERS)
 
     @get(

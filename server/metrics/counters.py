@@ -6,7 +6,7 @@ chosen at import.
 """
 
 import bisect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 
@@ -128,10 +128,10 @@ class Registry:
             for name, family in self._families.items()
         }
 
-    def collect(self, snapshots: Iterable[Snapshot] = ()) -> Iterator[Metric]:
-        """All metric families, summed with the `snapshots` of other processes."""
-        snapshots = list(snapshots)
-        for name, family in self._families.items():
+    def collect(self, snapshots: Sequence[Snapshot] = ()) -> Iterator[Metric]:
+        """All metric families, summed with the `snapshots` of other processes. Values may be
+        observed, and families added, between two families."""
+        for name, family in list(self._families.items()):
             totals = {labels: series.values for labels, series in family.series.items()}
             for snapshot in snapshots:
                 for labels, values in snapshot.get(name, ()):
@@ -161,10 +161,8 @@ class SharedSnapshots:
         write_whole(str(self._path), data)
         self._published = data
 
-    def others(self) -> list[Snapshot]:
+    def others(self) -> Iterator[Snapshot]:
         """Snapshots of the other servers."""
-        return [
-            msgspec.msgpack.decode(path.read_bytes(), type=Snapshot)
-            for path in sorted(self._folder.glob("*.msgpack"))
-            if path != self._path
-        ]
+        for path in sorted(self._folder.glob("*.msgpack")):
+            if path != self._path:
+                yield msgspec.msgpack.decode(path.read_bytes(), type=Snapshot)

@@ -4,9 +4,12 @@ because gateways, routers and dashboards expect them."""
 import contextlib
 import os
 import platform
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import copy
+from functools import partial
+from typing import NamedTuple
 
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import GaugeMetricFamily, Metric, Sample
 from prometheus_client.exposition import generate_latest
 from prometheus_client.openmetrics import exposition as openmetrics
 
@@ -15,7 +18,7 @@ from engine.client.base import EngineClient
 from engine.client.router import REASONS
 from engine.transport.messages import EngineStats
 from server.http.body_bounds import decimal_number
-from server.metrics.counters import Counter, Histogram, Registry, SharedSnapshots
+from server.metrics.counters import Counter, Histogram, Registry, SharedSnapshots, Snapshot
 from server.metrics.engine import EngineCollector
 from server.metrics.processes import ProcessMemory
 from server.metrics.requests import LABELS, RequestMetrics
@@ -33,10 +36,28 @@ IMAGE_QUERIES, IMAGE_HITS = "vllm:mm_cache_queries", "vllm:mm_cache_hits"
 
 OPENMETRICS = "application/openmetrics-text"
 PLAIN = "text/plain"
+OPENMETRICS_END = b"# EOF\n"
 
 # generate_latest has no type annotations.
 _encode_plain: Callable[..., bytes] = generate_latest
 _encode_open: Callable[..., bytes] = openmetrics.generate_latest
+
+
+PIECE_SAMPLES = 256
+"""Maximum number of samples in a piece of a page; the piece takes about 3 ms. A metric may have
+thousands of samples: one for each engine, route, status and bucket."""
+
+
+class _Piece(NamedTuple):
+    """Part of a metric's samples, for the encoders of prometheus_client."""
+
+    metric: Metric
+    samples: list[Sample]
+
+    def collect(self) -> Iterator[Metric]:
+        piece = copy(self.metric)
+        piece.samples = self.samples
+        yield piece
 
 
 class Metrics:
@@ -216,20 +237,40 @@ class Metrics:
 
     def page(self, accept: str) -> tuple[bytes, str]:
         """Text of /metrics and its content type, in the format that `accept` prefers."""
+        pieces, content_type = self.pieces(accept)
+        return b"".join(pieces), content_type
+
+    def pieces(self, accept: str) -> tuple[Iterator[bytes], str]:
+        """`page` with the text in pieces of up to PIECE_SAMPLES lines, which are generated one at a
+        time."""
+        version = openmetrics_version(accept)
+        if version is None:
+            return self._pieces(_encode_plain), f"{PLAIN}; version=0.0.4; charset=utf-8"
+        # Escaping schemes other than allow-utf-8 would rename the samples of vllm:... but not their
+        # families.
+        encode = partial(_encode_open, escaping=openmetrics.ALLOWUTF8, version=version)
+        pieces = self._pieces(encode, OPENMETRICS_END)
+        return pieces, f"{OPENMETRICS}; version={version}; charset=utf-8"
+
+    def _pieces(self, encode: Callable[..., bytes], end: bytes = b"") -> Iterator[bytes]:
         # Publish first, so that a server scraped next reports at least these counts.
         with contextlib.suppress(OSError):
             self.publish()
-        version = openmetrics_version(accept)
-        if version is None:
-            return _encode_plain(self), f"{PLAIN}; version=0.0.4; charset=utf-8"
-        # Escaping schemes other than allow-utf-8 would rename the samples of vllm:... but not their
-        # families.
-        body = _encode_open(self, openmetrics.ALLOWUTF8, version)
-        return body, f"{OPENMETRICS}; version={version}; charset=utf-8"
+        others: list[Snapshot] = []
+        for snapshot in () if self._shared is None else self._shared.others():
+            others.append(snapshot)
+            yield b""
+        for metric in self._collect(others):
+            head = encode(_Piece(metric, [])).removesuffix(end)
+            yield head
+            for start in range(0, len(metric.samples), PIECE_SAMPLES):
+                piece = _Piece(metric, metric.samples[start : start + PIECE_SAMPLES])
+                yield encode(piece).removeprefix(head).removesuffix(end)
+        yield end
 
-    def collect(self) -> Iterator[Metric]:
-        """All metrics, for the encoders of prometheus_client."""
-        yield from self._registry.collect(() if self._shared is None else self._shared.others())
+    def _collect(self, others: Sequence[Snapshot]) -> Iterator[Metric]:
+        """All metrics; `others`: the counts of the other API servers."""
+        yield from self._registry.collect(others)
         yield self._build_info()
         yield from self._engines.collect()
         yield self.processes.metric()

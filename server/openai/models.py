@@ -5,6 +5,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from config.json_text import Json
+from config.lora.info import LoRAInfo
 from server.http.body import json_response, long_json_response
 from server.http.openapi import ANSWERS
 from server.serving.state import AppState
@@ -17,8 +18,9 @@ def model_routes(state: AppState) -> APIRouter:
     @router.get("/v1/models", summary="The models served here")
     async def list_models() -> Response:
         state.check_open()
-        names = (*state.model_names, *state.client.adapters)
-        data = [_entry(state, name) for name in names]
+        adapters = state.client.adapters
+        data = [_entry(state, name, None) for name in state.model_names]
+        data += [_entry(state, name, info) for name, info in adapters.items()]
         return await long_json_response({"object": "list", "data": data})
 
     @router.get("/v1/models/{id:path}", summary="One served model")
@@ -26,13 +28,15 @@ def model_routes(state: AppState) -> APIRouter:
         if not id:
             raise HTTPException(404)
         state.check_open()
-        return json_response(_entry(state, state.model(id)))
+        name = state.model(id)
+        adapter = None if name in state.model_names else state.client.adapters.get(name)
+        return json_response(_entry(state, name, adapter))
 
     return router
 
 
-def _entry(state: AppState, name: str) -> Json:
-    adapter = None if name in state.model_names else state.client.adapters.get(name)
+def _entry(state: AppState, name: str, adapter: LoRAInfo | None) -> Json:
+    """Entry of a served model; `adapter`: None for the base model."""
     parent = None if adapter is None else adapter.parent or state.model_names[0]
     return {
         "id": name,

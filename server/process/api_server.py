@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator, Mapping
 from functools import partial
 from http import HTTPStatus
-from pathlib import Path
 from typing import cast
 
 import msgspec
@@ -515,7 +514,8 @@ class ApiServer:
         gc.freeze()
         # Reference counting frees a request's objects; cycles are rare.
         gc.set_threshold(GC_OBJECTS)
-        self._mark_ready()
+        if self._args.ready_fd >= 0:
+            mark_ready(self._args.ready_fd)
         notify_ready(notify_socket())
         logger.info(
             "Ready after %.1f s: %s on %s (%s), context %d tokens; %s",
@@ -572,14 +572,6 @@ class ApiServer:
         paths = tuple(f"{prefix}/live".encode() for prefix in ("", config.path_prefix))
         live, start = _raw(liveness(self.state)), _raw(starting(self.state))
         return StartProbes(listener, ProbeAnswers(paths, live, start, tls))
-
-    def _mark_ready(self) -> None:
-        if self._args.ready_path is None:
-            return
-        try:
-            mark_ready(Path(self._args.ready_path))
-        except OSError as error:
-            logger.warning("This API server is not restarted after a crash: %s", error)
 
     async def _watch(self, serving: "asyncio.Task[None]", opening: "asyncio.Task[None]") -> int:
         reporter = ProgressReporter(self._started_s)

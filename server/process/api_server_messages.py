@@ -72,8 +72,8 @@ class ApiServerArgs(msgspec.Struct, frozen=True):
     """Progress of the download when this process starts."""
     ends: tuple[EngineEnd, ...] = ()
     """Engines that have ended before this process starts."""
-    ready_path: str | None = None
-    """File that this API server creates when it is ready; None: no file."""
+    ready_fd: int = -1
+    """Inherited descriptor for `mark_ready`; -1: this API server is not restarted."""
     restart: int = 0
     """Number of times that the supervisor has restarted this API server."""
 

@@ -271,9 +271,7 @@ class Supervisor:
         self._engines: EngineProcesses | None = None
         count = server_config.api_server_count
         max_restarts = max_api_server_restarts(engine_config, server_config)
-        self._limits = [
-            RestartLimit(Path(self._ready_path(index)), max_restarts) for index in range(count)
-        ]
+        self._limits = [RestartLimit(max_restarts) for _ in range(count)]
         self._num_restarts = [0] * count
         """Total restarts of each API server."""
         self._metrics_folder = str(Path(directory, "metrics"))
@@ -357,9 +355,6 @@ class Supervisor:
         for child in self._children.values():
             child.send(message)
 
-    def _ready_path(self, index: int) -> str:
-        return str(Path(self._directory, f"a{index}.ready"))
-
     def _start_api_server(self, index: int) -> None:
         # Under the lock, so that the process gets each event once: by its arguments or a message.
         with self._telling:
@@ -378,7 +373,7 @@ class Supervisor:
             remote_token(self._engine_config.data_parallel),
             self._progress,
             tuple(self._ends),
-            self._ready_path(index),
+            self._limits[index].ready_fd,
             self._num_restarts[index],
         )
         return ChildProcess(
@@ -388,6 +383,7 @@ class Supervisor:
             args,
             on_exit=lambda end: self._events.put(ApiServerExit(index, end.description)),
             stop_signal=signal.SIGTERM,
+            pass_fds=[self._limits[index].ready_fd],
         )
 
     def _watch(self) -> int:

@@ -21,7 +21,7 @@ from engine.executors.inproc import InprocExecutor
 from engine.executors.multiproc import MultiprocExecutor
 from engine.executors.worker_launcher import LocalLauncher
 from engine.process.child_process import exit_with_parent, read_orders
-from engine.process.engine_orders import EngineOrders, ready_file
+from engine.process.engine_orders import EngineOrders
 from engine.transport.segments import DIRECTORY
 from hpu.protocol import (
     SINGLE_RANK,
@@ -189,10 +189,8 @@ def worker_main() -> None:
 
 
 def sockets_in(directory: str) -> list[str]:
-    """Files in a socket directory, without its lock, the link to the files of large messages and
-    the mark of a ready engine; empty if the directory is gone."""
+    """Files in a socket directory, without its lock and the link to the files of large messages;
+    empty if the directory is gone."""
     if not os.path.isdir(directory):
         return []
-    return sorted(
-        {*os.listdir(directory)} - {LOCK, DIRECTORY, os.path.basename(ready_file(directory, 0))}
-    )
+    return sorted({*os.listdir(directory)} - {LOCK, DIRECTORY})

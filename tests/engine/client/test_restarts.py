@@ -7,6 +7,7 @@ import signal
 from collections.abc import AsyncIterator, Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from counting_worker import REFUSAL, counting_command
@@ -14,14 +15,15 @@ from engine_rig import TOKEN, asking, counting_config, eventually, prompt_of, re
 from live import workers_of
 from waits import WAIT_S
 
-from config.errors import EngineDied
 from config.log import LogConfig
+from engine.client import launcher
 from engine.client.base import SingleEngineClient
 from engine.client.launcher import EngineOrders, EngineProcesses
 from engine.client.output_queue import RequestOutputQueue
 from engine.client.queue_limits import QueueLimits
 from engine.client.state import Pause
 from engine.client.zmq import ZmqClient
+from engine.process.child_process import ChildProcess
 from engine.process.engine_orders import front_end_endpoint
 from engine.process.restarts import RestartLimit
 from engine.transport.channels import SocketDirectory
@@ -46,11 +48,14 @@ class Observer:
 class RestartRig:
     """One front end, and an engine that is restarted after a crash."""
 
-    def __init__(self, client: ZmqClient, processes: EngineProcesses, ends: list[str]) -> None:
+    def __init__(
+        self, client: ZmqClient, processes: EngineProcesses, ends: list[str], directory: str
+    ) -> None:
         self.client = client
         self.processes = processes
         self.ends = ends
         """Errors of engines that were not restarted."""
+        self.directory = directory
         self.observer = Observer()
         client.resume(self.observer)
 
@@ -73,9 +78,20 @@ class RestartRig:
         return queues
 
 
+def delete_files(directory: str) -> None:
+    for path in Path(directory).rglob("*"):
+        if path.is_file():
+            path.unlink()
+
+
 @contextlib.asynccontextmanager
 async def restart_rig(
-    manners: str = "", *, executor: str = "uni", ready: bool = True, max_wait_s: float = 0.0
+    manners: str = "",
+    *,
+    executor: str = "uni",
+    ready: bool = True,
+    max_wait_s: float = 0.0,
+    log: str = "critical",
 ) -> AsyncIterator[RestartRig]:
     """A running rig, which is closed at the end."""
     directory = SocketDirectory()
@@ -101,7 +117,7 @@ async def restart_rig(
             directory.path,
             1,
             TOKEN,
-            log=LogConfig("critical"),
+            log=LogConfig(log),
         ),
         on_exit=partial(on_loop, ended),
         command=counting_command("engine"),
@@ -109,7 +125,7 @@ async def restart_rig(
         max_wait_s=max_wait_s,
         on_restart=partial(on_loop, client.set_exit_cause),
     )
-    rig = RestartRig(client, processes, ends)
+    rig = RestartRig(client, processes, ends, directory.path)
     await client.start()
     try:
         if ready:
@@ -180,18 +196,59 @@ async def test_an_engine_that_is_killed_in_its_first_warm_up_ends_the_server() -
         assert rig.observer.num_lost == 0 and rig.client.failure == rig.ends[0]
 
 
-async def test_a_restart_refused_by_its_config_ends_the_server(tmp_path: Path) -> None:
+@pytest.mark.parametrize("executor", ["uni", "mp"])
+async def test_a_restart_that_fails_with_a_config_error_is_logged_and_repeated(
+    tmp_path: Path, executor: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The settings were valid at the first start; for example, a disk may be full for a while."""
     mark = tmp_path / "mark"
-    async with restart_rig(f"step_s=0.01,refuse_if={mark}") as rig:
-        (queue,) = await rig.streaming(1, 1000)
+    async with restart_rig(f"step_s=0.01,refuse_if={mark}", executor=executor, log="error") as rig:
+        (queue,) = await rig.streaming(1, 100)
         mark.touch()
+        rig.kill()
+        assert await eventually(lambda: capfd.readouterr().err.count(REFUSAL) > 0)
+        mark.unlink()
+
+        tokens, finish = await read_all(queue)
+
+        assert (tokens, finish.reason) == (list(range(100)), "length")
+        assert (rig.observer.num_lost, rig.observer.num_restored, rig.ends) == (1, 1, [])
+
+
+async def test_an_engine_is_restarted_after_the_files_in_its_directory_were_deleted() -> None:
+    """Cleaners of the directory for temporary files delete old files."""
+    async with restart_rig("step_s=0.01") as rig:
+        (queue,) = await rig.streaming(1, 100)
+        delete_files(rig.directory)
 
         rig.kill()
+        tokens, finish = await read_all(queue)
 
-        assert await eventually(lambda: bool(rig.ends))
-        assert len(rig.ends) == 1 and "exited with code 2" in rig.ends[0]
-        with pytest.raises(EngineDied, match=REFUSAL):
-            await read_all(queue)
+        assert (tokens, finish.reason) == (list(range(100)), "length")
+        assert rig.ends == []
+
+
+async def test_a_launch_that_fails_at_a_restart_is_repeated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    launched: list[EngineOrders] = []
+    start = launcher.launch
+
+    def launch(orders: EngineOrders, **options: Any) -> ChildProcess:
+        launched.append(orders)
+        if len(launched) < 3:
+            raise OSError("Resource temporarily unavailable")
+        return start(orders, **options)
+
+    async with restart_rig("step_s=0.01") as rig:
+        (queue,) = await rig.streaming(1, 100)
+        monkeypatch.setattr(launcher, "launch", launch)
+
+        rig.kill()
+        tokens, finish = await read_all(queue)
+
+        assert (tokens, finish.reason) == (list(range(100)), "length")
+        assert (len(launched), rig.ends) == (3, [])
 
 
 @pytest.mark.parametrize(

@@ -553,6 +553,21 @@ async def test_an_adapter_that_a_single_engine_has_can_be_loaded_and_unloaded() 
         await router.control(UNLOAD_ADAPTER, lora_name="extra")
 
 
+async def test_common_adapters_are_recomputed_only_when_the_adapters_of_an_engine_change() -> None:
+    router, (_, second) = await with_adapters(adapter("own"))
+    before = router.adapters
+    assert router.adapters is before
+
+    await router.control(LOAD_ADAPTER, adapter=adapter("new").named)
+    both = router.adapters
+    assert set(both) == {"own", "new"} and router.adapters is both
+
+    await second.control(UNLOAD_ADAPTER, lora_name="own")
+    assert set(router.adapters) == {"new"}
+    second._lose(Failure("killed", is_external=True))
+    assert set(router.adapters) == {"own", "new"}
+
+
 async def test_a_restarted_engine_unloads_its_own_adapters_that_were_unloaded_or_replaced() -> None:
     router, (first, second) = await with_adapters(adapter("a"), adapter("b"))
     for name in ("a", "b"):

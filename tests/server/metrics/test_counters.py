@@ -48,7 +48,7 @@ class Page:
         self._shared = shared
 
     def collect(self) -> Iterator[Metric]:
-        return self._registry.collect(self._shared.others())
+        return self._registry.collect(list(self._shared.others()))
 
 
 def test_every_process_shows_the_sums_of_all_processes(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from scripted_client import ScriptedQueue
 from config.version import VERSION
 from engine.transport.messages import BACKGROUND_WARMUP, EngineStats, Progress
 from hpu.protocol import RankFacts
-from server.metrics.registry import openmetrics_version
+from server.metrics.registry import PIECE_SAMPLES, openmetrics_version
 from server.metrics.requests import counts_up_to
 
 OPEN = {"accept": "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"}
@@ -358,6 +358,27 @@ async def test_unknown_paths_and_methods_share_one_label() -> None:
         assert wanted in text
         assert 'method="OTHER"' in text and "BREW" not in text
         assert "/v1/models/{id" in text and '"/v1/models/demo"' not in text
+
+
+@pytest.mark.parametrize("accept", ["", OPEN["accept"]])
+async def test_a_metric_with_many_samples_is_generated_in_small_pieces(accept: str) -> None:
+    count = 2 * PIECE_SAMPLES
+    async with in_memory(TalkingClient("a")) as rig:
+        for status in range(count):
+            rig.state.metrics.http_answered("/route", "GET", status, 0.1)
+        pieces = list(rig.state.metrics.pieces(accept)[0])
+
+    text = b"".join(pieces).decode()
+    assert max(piece.count(b"\n") for piece in pieces) <= PIECE_SAMPLES
+    assert text.count("# TYPE http_request_duration_seconds histogram\n") == 1
+    assert text.count('http_request_duration_seconds_count{handler="/route"') == count
+    assert text.count("# EOF") == bool(accept)
+    (family,) = [
+        family
+        for family in (parse_open if accept else parse_plain)(text)
+        if family.name == "http_request_duration_seconds"
+    ]
+    assert sum(sample.value for sample in family.samples if sample.name.endswith("_count")) == count
 
 
 async def test_a_scrape_takes_less_than_10_ms() -> None:
