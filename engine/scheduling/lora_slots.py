@@ -1,8 +1,8 @@
 """LoRASlots: tracks adapters in host memory and in device slots, and requests that wait for
 adapters."""
 
-from collections import Counter
-from collections.abc import Callable, Set
+from collections import OrderedDict
+from collections.abc import Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,13 +58,25 @@ class LoRASlots(RequestResource):
         """The MAX_RETIRED most recently unloaded adapters, by content hash."""
         self._slots: list[_Entry | None] = [None] * config.max_loras
         self._messages: list[ToWorker] = []
-        self._to_load: list[_Entry] = []
-        """Adapters that wait for host memory, because it is full of adapters in use."""
+        self._to_load: OrderedDict[str, _Entry] = OrderedDict()
+        """Adapters of requests that wait for host memory, because it is full of adapters in use, by
+        content hash."""
+        self._idle: OrderedDict[str, _Entry] = OrderedDict()
+        """Adapters in host memory without unfinished requests, least recently used first, by
+        content hash."""
         self._assigned: list[tuple[int, str]] = []
         self._clock = 0
         self.version = 0
         """Incremented when a request that could not start may have become startable."""
-        self.num_loading = 0
+        self.num_loading = self._num_loaded = 0
+        self.num_bytes = 0
+        """Total file size of the adapters in host memory, in bytes."""
+        self.running: dict[str, int] = {}
+        """Running requests by adapter name, without zeros. If an adapter has several names, all its
+        requests count under one name. Two adapters have the same name if an adapter was registered
+        again, with other files, while older requests were unfinished."""
+        self.waiting: dict[str, int] = {}
+        """Waiting requests by adapter name, counted like `running`."""
         self.num_loads = self.num_failures = self.num_evictions = 0
         self._blocked: Request | None = None
         """The request with the lowest priority key among requests that wait for a slot."""
@@ -97,7 +109,7 @@ class LoRASlots(RequestResource):
         entry = self._entries.setdefault(info.content, _Entry(info))
         if not entry.names:
             # The adapter's folder may have moved.
-            entry.info = info
+            self._set_info(entry, info)
         entry.names.add(info.name)
 
     def unregister(self, name: str) -> int:
@@ -112,14 +124,14 @@ class LoRASlots(RequestResource):
         entry.names.discard(name)
         if entry.names and entry.info.name == name:
             # The files of the unloaded adapter may be removed.
-            entry.info = self._by_name[min(entry.names)]
+            self._set_info(entry, self._by_name[min(entry.names)])
         # Removed first, so that the entry becomes the newest.
         self._retired.pop(info.content, None)
         self._retired[info.content] = info
         if len(self._retired) > MAX_RETIRED:
             del self._retired[next(iter(self._retired))]
         num_requests = entry.num_requests
-        self._forget_unused(entry)
+        self._end_use(entry)
         return num_requests
 
     def serves(self, content: str, *, is_continuation: bool = False) -> bool:
@@ -148,19 +160,22 @@ class LoRASlots(RequestResource):
         if entry is None:
             # A continuation whose adapter was unloaded.
             entry = self._entries[request.adapter] = _Entry(self._retired[request.adapter])
-        entry.num_requests += 1
+        self._count(entry, requests=1)
+        self._idle.pop(request.adapter, None)
         if entry.state == ABSENT:
-            self._load(entry)
+            # An adapter that waits already keeps its place.
+            self._to_load[request.adapter] = entry
+            self._load_waiting()
 
     def finish_request(self, request: Request) -> None:
         if not request.adapter:
             return
         entry = self._entries[request.adapter]
-        entry.num_requests -= 1
+        self._count(entry, requests=-1)
         if request is self._blocked:
             self._unblock()
         if not entry.num_requests:
-            self._forget_unused(entry)
+            self._end_use(entry)
             self._load_waiting()
 
     def may_start(self, request: Request) -> bool:
@@ -195,8 +210,9 @@ class LoRASlots(RequestResource):
             slot = self._idle_slot()
             assert slot is not None, "a request started without a slot"
             self._take_slot(slot, entry)
-        entry.num_running += 1
-        self._use(entry)
+        self._count(entry, running=1)
+        self._clock += 1
+        entry.last_used = self._clock
         request.lora_slot = entry.slot
 
     def release(self, request: Request) -> None:
@@ -204,7 +220,7 @@ class LoRASlots(RequestResource):
         if not request.adapter:
             return
         entry = self._entries[request.adapter]
-        entry.num_running -= 1
+        self._count(entry, running=-1)
         if not entry.num_running:
             self.version += 1
 
@@ -236,8 +252,9 @@ class LoRASlots(RequestResource):
         else:
             self.num_loads += 1
             entry.state = LOADED
-            self._use(entry)
-        self._forget_unused(entry)
+            self._num_loaded += 1
+            self.num_bytes += entry.info.num_bytes
+        self._end_use(entry)
         # All requests of the adapter may have ended during the load, so its memory may be reusable.
         self._load_waiting()
         return message.error is None
@@ -248,32 +265,11 @@ class LoRASlots(RequestResource):
         for entry in self._entries.values():
             entry.state, entry.slot = ABSENT, NO_SLOT
         self._slots = [None] * self.max_loras
-        self._messages, self._assigned, self._to_load = [], [], []
+        self._messages, self._assigned = [], []
+        self._to_load.clear()
+        self._idle.clear()
+        self._num_loaded = self.num_bytes = 0
         self._unblock()
-
-    @property
-    def running(self) -> dict[str, int]:
-        """Running requests by adapter name, without zeros. If an adapter has several names, all its
-        requests count under one name."""
-        return self._counts(lambda entry: entry.num_running)
-
-    @property
-    def waiting(self) -> dict[str, int]:
-        """Waiting requests by adapter name, counted like `running`."""
-        return self._counts(lambda entry: entry.num_requests - entry.num_running)
-
-    def _counts(self, count: Callable[[_Entry], int]) -> dict[str, int]:
-        """Sums of `count` by adapter name, without zeros. Two entries have the same name if an
-        adapter was registered again, with other files, while older requests were unfinished."""
-        counts: Counter[str] = Counter()
-        for entry in self._entries.values():
-            counts[entry.info.name] += count(entry)
-        return dict(+counts)
-
-    @property
-    def num_bytes(self) -> int:
-        """Total file size of the adapters in host memory, in bytes."""
-        return sum(e.info.num_bytes for e in self._entries.values() if e.state == LOADED)
 
     @property
     def gauges(self) -> dict[str, Any]:
@@ -282,8 +278,8 @@ class LoRASlots(RequestResource):
             return {}
         return {
             "max_loras": self.max_loras,
-            "lora_running": self.running,
-            "lora_waiting": self.waiting,
+            "lora_running": self.running.copy(),
+            "lora_waiting": self.waiting.copy(),
             "lora_loads": self.num_loads,
             "lora_load_failures": self.num_failures,
             "lora_evictions": self.num_evictions,
@@ -296,52 +292,75 @@ class LoRASlots(RequestResource):
             assert entry is None or entry.slot == slot, f"slot {slot} is not that of its adapter"
         used = [entry for entry in self._entries.values() if entry.num_running]
         assert len(used) <= self.max_loras, f"{len(used)} adapters run, of {self.max_loras}"
-        for entry in self._entries.values():
+        for content, entry in self._entries.items():
             assert 0 <= entry.num_running <= entry.num_requests, (
                 f"{entry.info.name}: {entry.num_running} of {entry.num_requests} requests run"
             )
             assert entry.names or entry.num_requests or entry.state == LOADING, (
                 f"{entry.info.name} has 0 names and 0 requests, and was not forgotten"
             )
+            is_idle = entry.state == LOADED and not entry.num_requests
+            assert is_idle == (content in self._idle), f"{entry.info.name} is idle: {is_idle}"
+        loaded = [entry for entry in self._entries.values() if entry.state == LOADED]
+        assert self._num_loaded == len(loaded), f"{self._num_loaded}, not {len(loaded)} are loaded"
+        assert sum(self.running.values()) == sum(entry.num_running for entry in used)
+
+    def _count(self, entry: _Entry, *, requests: int = 0, running: int = 0) -> None:
+        """Add to the adapter's unfinished and running requests."""
+        entry.num_requests += requests
+        entry.num_running += running
+        _add(self.running, entry.info.name, running)
+        _add(self.waiting, entry.info.name, requests - running)
+
+    def _set_info(self, entry: _Entry, info: LoRAInfo) -> None:
+        requests, running = entry.num_requests, entry.num_running
+        self._count(entry, requests=-requests, running=-running)
+        entry.info = info
+        self._count(entry, requests=requests, running=running)
 
     def _load_waiting(self) -> None:
         """Load adapters that wait for host memory, as far as there is space now."""
-        waiting, self._to_load = self._to_load, []
-        for entry in waiting:
-            if entry.state == ABSENT and entry.num_requests:
-                self._load(entry)
+        while self._to_load and self._make_space():
+            _, entry = self._to_load.popitem(last=False)
+            entry.state = LOADING
+            self.num_loading += 1
+            info = entry.info
+            self._messages.append(LoadAdapter(info.content, info.path, info.root, info.name))
 
-    def _load(self, entry: _Entry) -> None:
-        held = [other for other in self._entries.values() if other.state != ABSENT]
-        if len(held) >= self._max_host:
-            idle = [other for other in held if not other.num_requests and other.state == LOADED]
-            if not idle:
-                if entry not in self._to_load:
-                    self._to_load.append(entry)
-                return
-            self._evict(min(idle, key=lambda other: other.last_used))
-        entry.state = LOADING
-        self.num_loading += 1
-        info = entry.info
-        self._messages.append(LoadAdapter(info.content, info.path, info.root, info.name))
+    def _make_space(self) -> bool:
+        """Evict an idle adapter if host memory is full. Returns whether there is space now."""
+        is_full = self.num_loading + self._num_loaded >= self._max_host
+        if is_full and self._idle:
+            self._evict(next(iter(self._idle.values())))
+            return True
+        return not is_full
 
     def _evict(self, entry: _Entry) -> None:
         """Evict an adapter from host memory, and from its slot: without host memory, it could not
         be copied to a slot again."""
         self.num_evictions += 1
+        del self._idle[entry.info.content]
+        self._num_loaded -= 1
+        self.num_bytes -= entry.info.num_bytes
         entry.state = ABSENT
         self._messages.append(DropAdapter(entry.info.content))
         if entry.slot != NO_SLOT:
             self._slots[entry.slot] = None
             entry.slot = NO_SLOT
 
-    def _forget_unused(self, entry: _Entry) -> None:
-        """Drop the adapter if it has no names and no requests and is not being loaded."""
-        if entry.names or entry.num_requests or entry.state == LOADING:
+    def _end_use(self, entry: _Entry) -> None:
+        """If the adapter has no requests and is not being loaded, allow its eviction, and forget it
+        if it has no names."""
+        if entry.num_requests or entry.state == LOADING:
             return
+        content = entry.info.content
+        self._to_load.pop(content, None)
         if entry.state == LOADED:
-            self._evict(entry)
-        self._entries.pop(entry.info.content, None)
+            self._idle[content] = entry
+        if not entry.names:
+            if entry.state == LOADED:
+                self._evict(entry)
+            del self._entries[content]
 
     def _idle_slot(self) -> int | None:
         """A slot that no running request uses: a free slot, else the least recently used."""
@@ -360,10 +379,6 @@ class LoRASlots(RequestResource):
         entry.slot = slot
         self._assigned.append((slot, entry.info.content))
 
-    def _use(self, entry: _Entry) -> None:
-        self._clock += 1
-        entry.last_used = self._clock
-
     def _is_pass(self, request: Request) -> bool:
         """Whether the request would overtake a request that precedes it in the queue and waits for
         a slot."""
@@ -374,6 +389,15 @@ class LoRASlots(RequestResource):
         self._blocked = None
         self._num_passes = 0
         self.version += 1
+
+
+def _add(counts: dict[str, int], name: str, amount: int) -> None:
+    """Add to the count of `name`; zeros are removed."""
+    count = counts.get(name, 0) + amount
+    if count:
+        counts[name] = count
+    else:
+        counts.pop(name, None)
 
 
 class AdapterQueue(WaitingQueue):

@@ -45,6 +45,10 @@ MAX_UPDATE_VALUES = 1_000
 including their JSON in a stream."""
 MAX_ITERATION_VALUES = 1_000
 """Tokens and log-probabilities of all requests to process in an iteration of the event loop."""
+VALUES_PER_INSTANT_CHOICE = 20
+"""Time to process a choice without output, including its JSON in a stream, in values."""
+MAX_INSTANT_CHOICES = MAX_UPDATE_VALUES // VALUES_PER_INSTANT_CHOICE
+"""Choices without output to process before the event loop runs other requests."""
 MAX_TOKENS_AT_ONCE = 65_536
 """Prompt tokens to check or send before the event loop runs other requests: about 5 ms."""
 TOKENS_PER_SEQUENCE = 1_024
@@ -345,10 +349,14 @@ class Generation:
         return self
 
     async def __anext__(self) -> list[Delta]:
-        if self._instant and not self._aborted:
-            instant, self._instant = self._instant, []
-            return [sequence.finish_without_output() for sequence in instant]
         try:
+            if self._instant and not self._aborted:
+                instant = self._instant[:MAX_INSTANT_CHOICES]
+                weight = len(instant) * VALUES_PER_INSTANT_CHOICE
+                await self._pacer.wait(current_client.get() or "", weight)
+                if not self._aborted:
+                    del self._instant[: len(instant)]
+                    return [sequence.finish_without_output() for sequence in instant]
             while self._queues and not self._aborted:
                 if len(self._sequences) == 1:
                     updates = [(0, await self._queues[0].get())]
@@ -378,7 +386,7 @@ class Generation:
     def abort(self) -> None:
         """Abort the unfinished choices in the engine; if there are any, the iteration ends. May be
         called at any time and more than once."""
-        self._aborted = self._aborted or bool(self._queues)
+        self._aborted = self._aborted or bool(self._queues or self._instant)
         queues, self._queues = self._queues, {}
         if queues:
             self._client.abort([queue.key for queue in queues.values()])

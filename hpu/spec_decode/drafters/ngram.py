@@ -4,6 +4,7 @@ the host, NgramSearch on a device with its own memory."""
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -16,12 +17,15 @@ from hpu.spec_decode.drafter import Drafter
 
 MAX_MATCH = 32
 """Maximum length of a match, unless `longest` is larger."""
+MAX_COMPARED = 1 << 15
+"""Maximum number of matches of one token to extend; of n tokens, 1/n of this number. Only text that
+repeats a few tokens has more matches."""
 
 
 class NgramProposer:
     """Finds an earlier occurrence of at least the last `shortest` known tokens, and proposes the
-    tokens that followed it. The longest match wins, up to max(`longest`, MAX_MATCH) tokens; among
-    matches of equal length, the most recent wins. Stateless."""
+    tokens that followed it. The longest match (see `longest_matches`) wins, up to max(`longest`,
+    MAX_MATCH) tokens; among matches of equal length, the most recent wins. Stateless."""
 
     def __init__(self, limits: NgramLimits) -> None:
         self._limits = limits
@@ -51,16 +55,8 @@ def lookup(history: Tokens, longest: int, shortest: int, limit: int) -> Proposal
     last = len(history) - 1
     if limit < 1 or last < shortest:
         return NOTHING
-    # Start with all occurrences of the last token, and extend them to the longest matches.
-    ends = np.flatnonzero(history[:last] == history[last])
-    size = 1
-    while len(ends) and size < min(longest, last):
-        longer = ends[ends >= size]
-        longer = longer[history[longer - size] == history[last - size]]
-        if not len(longer):
-            break
-        ends, size = longer, size + 1
-    if not len(ends) or size < shortest:
+    ends, size = longest_matches(history, history, longest)
+    if size < shortest:
         return NOTHING
     start = int(ends[-1]) + 1
     drafts: list[int] = history[start : start + limit].tolist()
@@ -68,6 +64,26 @@ def lookup(history: Tokens, longest: int, shortest: int, limit: int) -> Proposal
     while len(drafts) < limit:
         drafts.append(drafts[len(drafts) - period])
     return Proposal(drafts, size)
+
+
+def longest_matches(
+    text: Tokens, history: Tokens, longest: int
+) -> tuple[npt.NDArray[np.int64], int]:
+    """End positions in `text` of the longest matches of the end of `history`, limited to `longest`
+    tokens, and the length of these matches. Extends only the newest MAX_COMPARED / n matches of n
+    tokens, so that text that repeats a token takes a few milliseconds."""
+    last = len(history) - 1
+    # The last token of the text has no continuation.
+    ends: npt.NDArray[np.int64] = np.flatnonzero(text[:-1] == history[last])[-MAX_COMPARED:]
+    size = min(1, len(ends))
+    while size and size < min(longest, last + 1):
+        longer = ends[np.searchsorted(ends, size) :]
+        longer = longer[text[longer - size] == history[last - size]]
+        if not len(longer):
+            break
+        size += 1
+        ends = longer[-max(1, MAX_COMPARED // size) :]
+    return ends, size
 
 
 class NgramSearch:

@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -21,6 +20,7 @@ from hpu.sampling.draft_rows import NO_TOKEN
 from hpu.spec_decode.base import DraftingCosts, Proposal, Proposer, Tokens
 from hpu.spec_decode.device_search import KeptDrafts, TextSearch
 from hpu.spec_decode.drafter import Drafter
+from hpu.spec_decode.drafters.ngram import longest_matches
 
 MAX_OUTPUT_TOKENS = 1 << 18
 """Maximum total number of tokens of the stored outputs."""
@@ -112,7 +112,7 @@ class SuffixProposer:
     def _follow(self, text: Tokens, history: Tokens, limit: int) -> tuple[Proposal, float]:
         """Drafts after the longest match of the end of `history` in `text`, and the expected number
         of accepted drafts."""
-        ends, size = _matches(text, history, self._limits.max_depth - 1)
+        ends, size = longest_matches(text, history, self._limits.max_depth - 1)
         limit = min(limit, int(size * self._limits.max_spec_factor), self._limits.max_depth - size)
         drafts: list[int] = []
         probability, score = 1.0, 0.0
@@ -135,30 +135,14 @@ class SuffixProposer:
         return Proposal(drafts, size), score
 
 
-def _matches(text: Tokens, history: Tokens, longest: int) -> tuple[npt.NDArray[np.int64], int]:
-    """End positions in `text` of the longest matches of the end of `history`, limited to `longest`
-    tokens, and the length of these matches."""
-    last = len(history) - 1
-    # The last token of the text has no continuation.
-    ends: npt.NDArray[np.int64] = np.flatnonzero(text[:-1] == history[last])
-    size = min(1, len(ends))
-    while size and size < min(longest, last + 1):
-        longer = ends[ends >= size]
-        longer = longer[text[longer - size] == history[last - size]]
-        if not len(longer):
-            break
-        ends, size = longer, size + 1
-    return ends, size
-
-
 class SuffixSearch:
     """Suffix drafting by tensor operations of static shapes: finds the longest suffix of a request
     in its own text and in earlier outputs.
 
     A ring of tokens on the device contains the outputs of ended or preempted requests. An output is
     copied into the ring from the known tokens on the device, because only the device knows its
-    length at that time. SuffixProposer counts the continuations of all longest matches;
-    SuffixSearch counts only the latest MAX_MATCHES.
+    length at that time. SuffixProposer counts the continuations of nearly all longest matches (see
+    `longest_matches`); SuffixSearch counts only the latest MAX_MATCHES.
     """
 
     remembers = True

@@ -20,6 +20,7 @@ from engine.client.request_limits import RequestTerms
 from server.generation import pipeline
 from server.generation.outputs import Delta, Prompt, Timing
 from server.generation.pipeline import (
+    MAX_INSTANT_CHOICES,
     MAX_TOKENS_AT_ONCE,
     Generation,
     Pauses,
@@ -250,6 +251,37 @@ async def test_max_tokens_0_needs_no_engine() -> None:
 
     assert [(o.text, o.token_ids, o.finish_reason) for o in outputs] == [("", [], "length")] * 2
     assert client.queues == [] and generation.num_output_tokens == 0
+
+
+async def test_few_choices_without_output_are_returned_per_iteration_of_the_loop() -> None:
+    pipeline = make(ScriptedClient(ready()))
+    params = SamplingParams(max_tokens=0)
+    generations = [await pipeline.start([HI] * 200, params) for _ in range(2)]
+    steps = list[int]()
+    readers = [asyncio.create_task(read(generation)) for generation in generations]
+
+    while not all(reader.done() for reader in readers):
+        before = num_finished(generations)
+        await asyncio.sleep(0)
+        steps.append(num_finished(generations) - before)
+
+    for reader in readers:
+        assert [delta.index for delta in reader.result()] == [*range(200)]
+    assert max(steps) == MAX_INSTANT_CHOICES
+
+
+def num_finished(generations: list[Generation]) -> int:
+    return sum(s.is_finished for generation in generations for s in generation._sequences)
+
+
+async def test_abort_ends_the_iteration_of_choices_without_output() -> None:
+    generation = await start(ScriptedClient(ready()), [HI] * 200, max_tokens=0)
+
+    first = await anext(generation)
+    generation.abort()
+
+    assert len(first) == MAX_INSTANT_CHOICES
+    assert await read(generation) == []
 
 
 async def test_prompt_logprobs_with_max_tokens_0_generate_no_token() -> None:
