@@ -59,7 +59,8 @@ class LoRASlots(RequestResource):
         self._slots: list[_Entry | None] = [None] * config.max_loras
         self._messages: list[ToWorker] = []
         self._to_load: list[_Entry] = []
-        """Adapters that wait for host memory, because it is full of adapters in use."""
+        """Adapters that wait for host memory, because it is full of adapters that are in use or
+        being loaded."""
         self._assigned: list[tuple[int, str]] = []
         self._clock = 0
         self.version = 0
