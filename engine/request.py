@@ -161,7 +161,7 @@ class Request:
         self.stop_ids, self.end_ids = _end_tokens(
             params, limits, ignores_eos=params.ignore_eos and not is_constrained
         )
-        """Stop tokens that `Finish.stop_token` reports (no EOS tokens), and all end tokens."""
+        """Stop tokens that `Finish.stop_token` reports, and all end tokens."""
         self.guide: Guide | None = None
         """Position in the grammar; None without a grammar."""
         self.drafts: list[int] = []
@@ -192,8 +192,7 @@ class Request:
         self.num_prompt_logprobs = NEVER if params.prompt_logprobs is None else 0
         """Prompt positions whose log-probabilities were sent; NEVER when none were requested."""
         self.is_suspect = False
-        """Whether an engine died while it computed this request's next token; see
-        Resumption.is_suspect."""
+        """See Resumption.is_suspect."""
         if message.resumption is not None:
             self._resume(message.resumption)
 
@@ -345,7 +344,8 @@ class Request:
 def _end_tokens(
     params: SamplingParams, limits: ModelLimits, *, ignores_eos: bool
 ) -> tuple[EndTokens, EndTokens]:
-    """(stop tokens that are not EOS tokens, all tokens that end the request)."""
+    """(stop tokens that are not EOS tokens, all tokens that end the request). `ignores_eos`: EOS
+    tokens are treated like all other tokens."""
     eos_ids: frozenset[int] = frozenset() if ignores_eos else limits.eos_ids
     listed = token_array(params.stop_token_ids)
     listed = listed[(listed >= 0) & (listed < limits.vocab_size)]

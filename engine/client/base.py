@@ -250,7 +250,8 @@ class SingleEngineClient:
         return time.monotonic() - self._heard_at_s if is_waiting else 0.0
 
     async def start(self) -> None:
-        """Start or await the engine; `wait_ready` waits for the end of its start-up."""
+        """Start the engine, or listen for the connection of an engine process; `wait_ready` waits
+        for the end of the engine's start-up."""
         raise NotImplementedError
 
     async def close(self) -> None:
@@ -272,9 +273,9 @@ class SingleEngineClient:
         self._on_prompt = observe
 
     def resume(self, observer: "ResumptionObserver[SingleEngineClient]") -> None:
-        """Keep open requests when the engine crashes from now on, and send them again when a new
-        engine is ready, until `fail` or `end` is called. `observer` is notified of crashes and
-        replacements."""
+        """Keep open requests when the engine crashes from now on, until `fail` or `end` is called.
+        `observer` is notified of crashes and replacements, and may move requests to other engines
+        (`adopt`). The remaining requests are sent again when a new engine is ready."""
         self._resumes, self._observer = True, observer
 
     def on_failure(self, decide: Callable[[int, Failure], None]) -> None:
@@ -399,8 +400,8 @@ class SingleEngineClient:
                 answer.set_exception(EngineDied(failure.message))
 
     def _lose(self, failure: Failure) -> None:
-        """Handle an engine crash: keep the requests for a new engine, or fail them if resumption is
-        off or the engine was never ready."""
+        """Handle an engine crash: keep the requests until an engine resumes them, or fail them if
+        resumption is off or the engine was never ready."""
         if self.state.is_lost and self._resumes:
             # The new engine crashed before it was ready; keep the first cause.
             return

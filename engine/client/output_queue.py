@@ -199,7 +199,7 @@ class RequestOutputQueue:
         )
         timeout_s = self.message.timeout_s
         if self.deadline_s is not None:
-            # Not below the minimum: the engine fails the request if its deadline has passed.
+            # Not 0, which means no limit: the engine fails a request whose deadline has passed.
             timeout_s = max(self.deadline_s - time.perf_counter(), MIN_TIMEOUT_S)
         return msgspec.structs.replace(
             self.message, key=self.key, resumption=resumption, timeout_s=timeout_s

@@ -312,7 +312,8 @@ class RouterClient:
             engine.resume(self)
 
     def engine_lost(self, client: SingleEngineClient, *, has_poison: bool) -> None:
-        """Resume the requests of `client` on other engines and notify the observer."""
+        """Notify the observer, and resume the requests of `client` on other engines. If no other
+        engine runs, the requests stay with `client`."""
         self._observer.engine_lost(client, has_poison=has_poison)
         self._prefixes[client.engine].clear()
         for queue in client.queues:

@@ -126,8 +126,8 @@ class Running(EngineState):
 
 
 class Lost(EngineState):
-    """The engine has crashed and is being replaced. Its requests are kept for the new engine, and
-    new requests are still accepted."""
+    """The engine has crashed and is being replaced. New requests are still accepted. Open requests
+    are kept until the new engine, or another engine, resumes them."""
 
     is_lost = True
 

@@ -174,7 +174,8 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` has anything to do."""
+        """Whether `step` has anything to do, apart from handling the workers' answers to messages
+        other than plans."""
         return (
             bool(self._inflight)
             or self._scheduler.has_work
@@ -434,11 +435,12 @@ class EngineCore:
         return self._sleep_state.state
 
     def step(self) -> list[tuple[int, StepOutput]]:
-        """Submit a plan if fewer than `max_inflight_steps` plans are in flight, then wait for a
-        message of the workers if the limit is reached or nothing was submitted. If a result has
-        already arrived, process it and submit nothing. If nothing was submitted and no plan is in
-        flight, or the engine is coupled, do not wait; set `is_waiting` if the workers still have to
-        answer a message.
+        """If a step result has arrived, process it and submit nothing. Otherwise submit the next
+        plan, if there is one and fewer than `max_inflight_steps` plans are in flight. Then wait for
+        a message of the workers if the limit is reached, or if nothing was submitted and plans are
+        in flight. A coupled engine waits only at the limit, and for results that its grammar masks
+        need. A step that finds no plan to submit and does not wait sets `is_waiting` if the workers
+        still have to answer a message.
 
         Returns (front end, message) pairs, at most one message per front end.
         """

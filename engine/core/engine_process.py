@@ -154,7 +154,7 @@ class MessageSender:
         """Called on the sending thread if a message could not be sent."""
 
     def put(self, front_end: int | None, message: FromEngine) -> None:
-        """Send to `front_end`, or to all front ends if None; calls `on_error` with an error.
+        """Send to `front_end`, or to all front ends if None. Passes an error to `on_error`.
         Thread-safe."""
         try:
             if isinstance(message, Ready) and self._orders.ready_fd >= 0:

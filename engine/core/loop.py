@@ -123,8 +123,8 @@ class EngineLoop:
         """The Ready message once it was sent; None before."""
         self._block_size: int | None = None
         self._all_see_images = False
-        """Whether block hashes cover all images. Set together with `_block_size`, with prefix
-        caching only."""
+        """Whether each block hash covers all images of the prompt. Set together with `_block_size`,
+        with prefix caching only."""
         self._is_busy = False
         """Whether warm-up of the remaining buckets continues without IDLE_S between buckets. Reset
         by each entry."""

@@ -1,4 +1,4 @@
-"""Executor: the message channel between an engine and its workers."""
+"""Executor: starts the workers of an engine and exchanges messages with them."""
 
 import math
 from abc import ABC, abstractmethod

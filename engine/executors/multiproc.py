@@ -210,8 +210,8 @@ class MultiprocExecutor(Executor):
         }
         """Queues of merged messages that `receive` does not return, by type."""
         self._loads: deque[bool] = deque()
-        """For each plan in flight, whether it loads blocks; if so, every worker sends its
-        result."""
+        """For each plan in flight, whether it loads blocks and there are several workers; if so,
+        every worker sends its result."""
         self._is_closed = False
 
     @property

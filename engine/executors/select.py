@@ -36,9 +36,9 @@ def make_executor(
 ) -> Executor:
     """Executor named by `config.executor`; `auto` runs a single CPU worker in the engine's process.
 
-    Sockets are created in `directory`. `on_death` is called, on any thread, when a worker process
-    ends unexpectedly. `ranks`: first rank of this engine, where several engines share experts.
-    Raises ConfigError.
+    Unix sockets are created in `directory`. `on_death` is called, on any thread, when a worker
+    process ends unexpectedly. `ranks`: first rank of this engine, where several engines share
+    experts. Raises ConfigError.
     """
     device = chosen_device(config.device)
     if device.startswith("hpu"):

@@ -94,8 +94,8 @@ class KVCacheManager:
         return max_tokens // self.block_size
 
     def should_wait_for_prefix(self, request: Request, prefix: list[int]) -> bool:
-        """Whether other running requests compute at least half of the tokens after `prefix` (for
-        example the n choices of a prompt)."""
+        """Whether other requests compute at least half of the tokens after `prefix` (for example
+        the n choices of a prompt). A request that has ended counts until its blocks are freed."""
         num_computing = 0
         for block_hash in request.block_hashes[len(prefix) : self._max_prefix_blocks(request)]:
             if block_hash not in self._computing:

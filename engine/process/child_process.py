@@ -260,9 +260,10 @@ def exit_with_parent(
     clean_up: Callable[[], None] = lambda: None,
     on_message: Callable[[bytes], None] = lambda payload: None,
 ) -> None:
-    """In the child: from now on, exit at once when the parent dies, after `clean_up`. `on_message`
-    is called on another thread with each message of ChildProcess.send, encoded as msgpack. Replaces
-    stdin by /dev/null for the rest of the process."""
+    """In the child: from now on, exit when the parent dies, after `clean_up`; native code that
+    holds the GIL delays the exit. `on_message` is called on another thread with each message of
+    ChildProcess.send, encoded as msgpack. Replaces stdin by /dev/null for the rest of the
+    process."""
     parent_pipe = os.dup(0)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)

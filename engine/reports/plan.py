@@ -445,7 +445,7 @@ def _shortage(plan: Plan) -> str:
 
 
 def as_json(plan: Plan) -> Json:
-    """The report as JSON; sizes are bytes per card."""
+    """The report as JSON; sizes in bytes are per card."""
     card, demand = plan.card, plan.card.demand
     return {
         "model": plan.model_config.path,

@@ -30,7 +30,7 @@ class LaunchPacker:
     """Packs requests into launches. Each launch uses a bucket of the table, and is counted in the
     statistics.
 
-    A launch that fits no prepared bucket adds a bucket, which costs a compilation. With
+    A launch that fits no bucket adds a bucket, which costs a compilation. With
     `on_unwarmed` "reject" no bucket is added, provided that the caller checks `refusal` for every
     sequence before scheduling it, and `must_split` for every decode.
     """
@@ -175,7 +175,7 @@ class LaunchPacker:
         batch = shape[0]
         if self._merges_prompts:
             shape = (1, *shape[1:])
-        # Check is_prepared first: `find` adds a bucket for any shape.
+        # Check is_prepared first: `find` adds a bucket if the shape fits no bucket.
         if batch > 1 and not self._table.is_prepared(PREFILL, *shape):
             return None
         bucket = self._table.find(PREFILL, *shape).bucket

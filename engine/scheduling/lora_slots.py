@@ -59,8 +59,8 @@ class LoRASlots(RequestResource):
         self._slots: list[_Entry | None] = [None] * config.max_loras
         self._messages: list[ToWorker] = []
         self._to_load: OrderedDict[str, _Entry] = OrderedDict()
-        """Adapters of requests that wait for host memory, because it is full of adapters in use, by
-        content hash."""
+        """Adapters of requests that wait for host memory, because it is full of adapters that are
+        in use or being loaded, by content hash."""
         self._idle: OrderedDict[str, _Entry] = OrderedDict()
         """Adapters in host memory without unfinished requests, least recently used first, by
         content hash."""

@@ -44,7 +44,7 @@ class PoolingScheduler:
 
     @property
     def num_running(self) -> int:
-        """Requests in plans whose results are not collected yet."""
+        """Unfinished requests in plans whose results are not collected yet."""
         return len(self._running)
 
     @property

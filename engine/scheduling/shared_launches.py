@@ -60,7 +60,7 @@ def _joined(bucket: Bucket, other: Bucket, table: BucketTable, max_tokens: int) 
     batch, query, blocks = map(max, bucket[1:], other[1:])
     if (phase, batch, query, blocks) == bucket:
         return bucket
-    # Check is_prepared first: `find` adds a bucket for any shape.
+    # Check is_prepared first: `find` adds a bucket if the shape fits no bucket.
     if not table.is_prepared(phase, batch, query, blocks):
         return None
     joined: Bucket = (phase, *table.find(phase, batch, query, blocks).bucket)

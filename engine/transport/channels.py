@@ -478,8 +478,8 @@ class ZmqContext:
 
     def bind_pair(self, endpoint: str, received: Any) -> PairSocket[Any, Any]:
         """Open the listening end of a pair channel; `received` is the union of message types to
-        decode. The other end must send the first message: before that, there is no peer to send to.
-        Raises ConfigError when the address is not available."""
+        decode. The other end must send the first message, since this end is not notified when a
+        peer connects. Raises ConfigError when the address is not available."""
         socket = self._socket(zmq.PAIR)
         _RejectionCounter(socket, self._context, rejection_warning(endpoint))
         path = self._listen(socket, endpoint)
@@ -709,7 +709,7 @@ def _endpoint(socket: "zmq.Socket[bytes]") -> str:
 
 
 def _send(socket: "zmq.Socket[bytes]", message: bytes, segments: Transfers) -> bool:
-    """Send `message`; False if the queue is full."""
+    """Send `message`; False if ZeroMQ cannot queue it now."""
     frame = segments.frame(message)
     try:
         socket.send(frame, zmq.NOBLOCK)

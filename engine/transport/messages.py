@@ -63,8 +63,9 @@ class Resumption(msgspec.Struct, array_like=True, gc=False):
     num_prompt_logprobs: int = 0
     """Prompt positions whose log-probabilities the request has received."""
     is_suspect: bool = False
-    """Whether an engine crashed while it computed the request's next token. The request is
-    isolated: the engine starts it only when no other request could cause the next crash."""
+    """Whether an engine crashed after it had scheduled the request and before it sent any output
+    for it. The request is isolated: it starts once each running request has output since its own
+    start, and no other request starts before this request has output."""
 
 
 UNSENT = 0
@@ -151,8 +152,8 @@ class Finish(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     reason: str
     """stop, length, abort or error."""
     stop_token: int | None = None
-    """The stop_token_ids entry that ended the sequence; None if an EOS token or something else
-    ended it."""
+    """The stop_token_ids entry that ended the sequence; None if something else, or an EOS token
+    that is not ignored, ended it."""
     error: str | None = None
     queue_s: float = 0.0
     prefill_s: float = 0.0
@@ -356,7 +357,7 @@ class Ready(msgspec.Struct, array_like=True, gc=False, tag=8):
 
 
 class Failed(msgspec.Struct, array_like=True, gc=False, tag=9):
-    """The engine has ended. Every open request ends with EngineDied, unless it is resumed."""
+    """The engine has ended. Each open request fails or is resumed."""
 
     engine: int
     message: str

@@ -124,8 +124,8 @@ class SharedMemoryTransfers(Transfers):
 
 
 def transfers_beside(endpoint: str, num_readers: int = 1) -> Transfers:
-    """Transfers of the socket at `endpoint`: through the socket for a TCP socket, or if the
-    socket's directory has no link to a directory of files (`link_directory`)."""
+    """Transfers of the socket at `endpoint`: SharedMemoryTransfers for a Unix socket whose
+    directory has a link to a directory of files (see `link_directory`), otherwise Transfers."""
     directory = Path(endpoint.removeprefix("ipc://")).parent / DIRECTORY
     if endpoint.startswith("ipc://") and directory.is_dir():
         return SharedMemoryTransfers(directory, num_readers)
