@@ -31,7 +31,7 @@ CPU_S, CPU_S_PER_NAME = 1.0, 1e-4
 """Limit on the CPU time of all matches: CPU_S plus CPU_S_PER_NAME for each name. A name usually
 takes 3 us."""
 ALWAYS = 0
-"""Index of the expression in each program that matches every name."""
+"""Index, in each program, of the expression that matches every name."""
 
 _PART = re.compile(
     r"""(?P<escape> \\ x[0-9a-fA-F]{2} | \\ . | \\ \Z)

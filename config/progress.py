@@ -137,7 +137,7 @@ def bar_size() -> dict[str, int]:
 
 
 class CountBar(tqdm):  # type: ignore[type-arg] # a class only to the type checker's stubs
-    """A progress bar that is drawn on terminals of any reported size."""
+    """A progress bar that is also drawn on a terminal that reports 0 columns."""
 
     def __init__(self, *args: Any, **look: Any) -> None:
         super().__init__(*args, **{**bar_size(), **look})

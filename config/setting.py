@@ -1,5 +1,4 @@
-"""Setting: metadata of a configuration field: its help, flag names, variables, choices and
-range."""
+"""Setting: help, flag names, variables, choices and range of a configuration field."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields

@@ -25,7 +25,7 @@ class GgufFamily(NamedTuple):
     model_type: str = ""
     """model_type of config.json; empty: the GGUF architecture's name."""
     others: tuple[str, ...] = ()
-    """Hugging Face names that `derive` sets for some files."""
+    """Other architectures, which `derive` sets for some files."""
     eps: str = EPS
     """Field of the epsilon of norms."""
     optional: Mapping[str, str] = {}

@@ -114,8 +114,8 @@ class GgufFile:
         return self.value(f"{self.architecture}.{name}", kind)
 
     def count(self, name: str, default: int | None = None) -> int:
-        """An integer of at least 1 of the key `<architecture>.<name>`; required without a
-        default."""
+        """The integer of the key `<architecture>.<name>`, at least 1; required without a default.
+        Raises ConfigError."""
         found = self.get(name, int)
         if found is None:
             found = default

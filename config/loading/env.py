@@ -235,8 +235,8 @@ def device_environment(
 
 
 def worker_environment(config: EngineConfig) -> dict[str, str]:
-    """Environment of a worker process: this process's variables and the variables that the worker
-    needs. Raises ConfigError."""
+    """Environment of a worker process: the variables of this process, with the changes that the
+    worker needs. Raises ConfigError."""
     variables = {**hpu_environment(config), **os.environ, **runtime_environment(config)}
     variables = _with_modules(config, variables)
     if chosen_device(config.device) == "hpu":

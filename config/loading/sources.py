@@ -444,7 +444,8 @@ def _line(event: yaml.Event) -> str:
 
 
 def _known(word: str, value: object, source: str, problems: list[str]) -> str:
-    """Name of the setting; empty if there is no such setting."""
+    """Name of the setting for the key `word`; empty if there is no such setting. Adds the error to
+    `problems`, unless the value turns off a feature that is not supported."""
     name, word = word.replace("_", "-"), clipped(word)
     if name in _NAMES:
         return name

@@ -65,7 +65,7 @@ def clipped(message: str) -> str:
 MAX_LISTED = 30
 """Maximum number of choices that an error lists."""
 NUM_NEAREST = 3
-"""Number of names in an error with more choices."""
+"""Number of choices that an error lists if there are more than MAX_LISTED."""
 
 
 def nearest(word: str, known: Collection[str]) -> str:

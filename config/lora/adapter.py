@@ -118,7 +118,7 @@ class LoadedAdapter(NamedTuple):
     content: str
     """SHA-256 of the adapter's settings and weights, in hexadecimal."""
     data: NDArray[np.uint8]
-    """Bytes of the weights as a safetensors file; empty without `keeps_bytes`."""
+    """Bytes of the weights as a safetensors file; empty if `load_adapter` keeps no bytes."""
 
     def info(self, name: str, parent: str | None = None, kind: str = "") -> LoRAInfo:
         """LoRAInfo of the adapter, served as `name`."""

@@ -63,18 +63,19 @@ class BaseTensors:
 
 @dataclass(frozen=True, slots=True)
 class BaseModule:
-    """A module of the base model's checkpoint."""
+    """A module of the base model."""
 
     name: str
-    """Path in the checkpoint, as WeightMap.map_name returns it."""
+    """Path in the checkpoint, as WeightMap.map_name returns it. An expert in a stacked tensor has
+    the path of the tensor and the index of the expert; a tied output head is called lm_head."""
     in_features: int
     out_features: int
-    """Output size. For an embedding, `in_features` is the vocabulary size and `out_features` the
-    hidden size."""
+    """Output size. For the token embedding, `in_features` is the vocabulary size and
+    `out_features` the hidden size."""
     spec: WeightSpec
     """WeightSpec of the module's weight."""
     kind: str = ""
-    """One of EXTRA_TARGETS; empty: a linear layer."""
+    """One of EXTRA_TARGETS; empty: not an optional target."""
     refusal: str = ""
     """Reason why adapters for this module are not supported; empty: adapters are supported."""
 

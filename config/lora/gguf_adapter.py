@@ -72,7 +72,8 @@ def read_gguf_adapter(
 ) -> tuple[tuple[GgufPair, ...], bytes]:
     """Read an adapter's matrices; returns them and the SHA-256 of metadata and matrices. Beyond the
     first MAX_METADATA_BYTES, the file is read only if the metadata fits the base model, and the
-    matrices have at most twice the elements of a full adapter of `max_rank`. Raises ConfigError."""
+    matrices have at most twice the elements that `max_rank` allows for all of `base.modules`, where
+    a stack of experts is a single module. Raises ConfigError."""
     file = stored.name
     head = stored.read(0, MAX_METADATA_BYTES)
     limits = GgufLimits(
@@ -314,7 +315,7 @@ def _experts(
                 matrices = [_expert(name, there, expert, pairs) for name in names]
                 a, b = _joined(matrices)
                 if len(names) > 1 and not module.spec.output_sizes:
-                    # Interleave the rows of gate and up.
+                    # The base model interleaves the rows of gate and up.
                     b = b.reshape(len(names), -1, b.shape[-1]).swapaxes(0, 1).reshape(b.shape)
                 yield GgufPair(module, f"{there[0]}[{expert}]", a, b)
 

@@ -13,7 +13,7 @@ class LoRAInfo(NamedTuple):
     content: str
     """Hash of the adapter's files; equal if two names serve the same adapter."""
     rank: int
-    """Largest rank of the adapter."""
+    """Largest rank of a module of the adapter."""
     num_bytes: int
     parent: str | None = None
     """Base model name that the adapter's owner gave (`base_model_name`); None: the served

@@ -137,8 +137,9 @@ class ModelConfig:
     is_causal: bool = True
     """Whether attention is causal."""
     quantization: QuantizationConfig | None = None
-    """Quantization of the checkpoint's weights; None also for a method that the model's family
-    handles itself, and for an unsupported method that `read_model_config` allowed."""
+    """Quantization of the checkpoint's weights, or for estimates the quantization while loading
+    (`facts_at_load`). None also for a method that the model's family handles itself, and for an
+    unsupported method that `read_model_config` allowed."""
     encoder: EncoderConfig | None = None
     """Set for encoders of the BERT family."""
     dtype: str = "bfloat16"
@@ -179,7 +180,8 @@ class ModelConfig:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether the checkpoint is quantized."""
+        """Whether the weights are quantized, in the checkpoint or while loading (see
+        `quantization`)."""
         return self.quantization is not None or bool(self.fields.raw.get("quantization_config"))
 
     def kv_heads_per_rank(self, num_ranks: int) -> int:

@@ -138,7 +138,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @property
     def is_greedy(self) -> bool:
-        """Whether sampling is argmax."""
+        """Whether temperature, `top_k` or `min_p` makes sampling argmax."""
         return self.temperature == 0 or self.top_k == 1 or self.min_p == 1
 
     @property

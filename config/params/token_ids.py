@@ -29,14 +29,15 @@ def num_ids(ids: TokenIds) -> int:
 
 
 def token_array(ids: TokenIds) -> TokenArray:
-    """The ids as an array, (n,) int64. Raises OverflowError for an integer beyond 64 bits."""
+    """The ids as an array, (n,) int64. Raises OverflowError for an integer outside int64."""
     if isinstance(ids, bytes):
         return np.frombuffer(ids, dtype="<u4").astype(np.int64)
     return np.fromiter(ids, dtype=np.int64, count=len(ids))
 
 
 def packed(ids: TokenArray) -> TokenIds:
-    """The list as TokenIds, packed as bytes if it is long. Every id must fit 32 bits."""
+    """The array as TokenIds, packed as bytes if it is long. Every id must be in the range of
+    uint32."""
     return ids.astype("<u4").tobytes() if len(ids) > MAX_UNPACKED else tuple(ids.tolist())
 
 

@@ -30,8 +30,8 @@ class WeightSpec(NamedTuple):
     shard_dim: int | None = None
     """Parameter dimension that tensor parallelism shards; None: replicated on every rank."""
     expert: int | None = None
-    """Index of the tensor's expert, if the parameter stacks experts along its first dimension. The
-    fields above then describe a single expert."""
+    """Index of the expert, if the tensor holds a single expert of a parameter that stacks experts
+    along its first dimension. The fields above then describe this expert."""
     total_experts: int | None = None
     """Number of experts that the parameter stacks, if the tensor holds a single expert."""
     num_experts: int | None = None
@@ -188,7 +188,7 @@ class WeightSpec(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WeightMap:
-    """The tensors of a model; all names are as `map_name` returns them."""
+    """The tensors of a model. Full names are as `map_name` returns them."""
 
     outer: tuple[WeightSpec, ...]
     """Tensors outside the layers."""
@@ -199,7 +199,7 @@ class WeightMap:
     parameter_prefix: str = ""
     """Prefix of the layer index in parameter paths."""
     stripped_prefixes: tuple[str, ...] = ()
-    """Prefixes that a checkpoint may put in front of every name."""
+    """Prefixes that names in a checkpoint may have; `map_name` removes one prefix of a name."""
     default_prefix: str = ""
     """Prefix added to names that start with none of `known_prefixes`."""
     known_prefixes: tuple[str, ...] = ()

@@ -1,5 +1,5 @@
-"""The text model of Qwen3-VL MoE, whose expert tensors have their own layout; the dense model is a
-plain Qwen3."""
+"""The text model of Qwen3-VL MoE, whose expert tensors are stacked, (experts, in, out); the dense
+model is a plain Qwen3."""
 
 from collections.abc import Mapping
 from dataclasses import replace

@@ -100,12 +100,12 @@ _WITHOUT_TEXT_CONFIG = {
     "Glm4vMoeForConditionalGeneration": "glm4v_moe_text",
     "PaddleOCRVLForConditionalGeneration": "paddleocr_vl_text",
 }
-"""Architectures whose config.json may have the text model's fields at the top level -> model_type
-of the text model."""
+"""Architecture whose config.json may have the text model's fields at the top level -> model_type of
+the text model."""
 
 _OWN_TEXT = {"MiniMaxM3SparseForConditionalGeneration": "minimax_m3_vl_text"}
-"""Architectures with a single kind of text model, whose files may have another model_type -> the
-model_type of the text model."""
+"""Architecture with a single kind of text model -> model_type of the text model. The files may have
+another model_type in text_config."""
 
 _UNNAMED = {"deepseek_vl_v2": "DeepseekVLV2ForCausalLM"}
 """model_type of multimodal models that are published without `architectures` -> architecture."""

@@ -75,7 +75,8 @@ class WeightPart(NamedTuple):
     suffix: str
     """Suffix of the tensor name after the module name."""
     axes: tuple[StoredAxis, ...]
-    """Axes of the tensor; empty: a scalar for the whole weight."""
+    """Axes of the tensor; empty: a scalar for the whole weight, or a tensor whose dimensions are
+    not outputs and inputs (the role shape, and the tensors of a flat weight)."""
     dtypes: tuple[str, ...]
     """Accepted dtypes, as spelled in safetensors headers."""
     bits: int = 0
@@ -91,7 +92,7 @@ class WeightPart(NamedTuple):
     number is not fixed."""
 
     def shape(self, out_features: int, in_features: int) -> tuple[int, ...]:
-        """Shape of the tensor in the file."""
+        """Shape of the tensor in the file; () for codes and states, which may have any shape."""
         if self.role == "shape":
             return (2,)
         if self.flat:
