@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -146,6 +147,15 @@ class BaseModules:
     def modules(self) -> Mapping[str, BaseModule]:
         """Modules by name."""
         return self._modules
+
+    @property
+    def num_features(self) -> int:
+        """Sum of the input and output sizes of all modules. Each expert of a stack counts."""
+        found = dict(self._modules)
+        for stack in self.expert_stacks.values():
+            for projections in stack.parameters.values():
+                found.update((module.name, module) for module in chain(*projections))
+        return sum(module.in_features + module.out_features for module in found.values())
 
     def find(self, name: str) -> BaseModule | None:
         """The module for an adapter's module name `name`, if any. transformers and the checkpoint

@@ -72,8 +72,8 @@ def read_gguf_adapter(
 ) -> tuple[tuple[GgufPair, ...], bytes]:
     """Read an adapter's matrices; returns them and the SHA-256 of metadata and matrices. Beyond the
     first MAX_METADATA_BYTES, the file is read only if the metadata fits the base model, and the
-    matrices have at most twice the elements that `max_rank` allows for all of `base.modules`, where
-    a stack of experts is a single module. Raises ConfigError."""
+    matrices have at most twice the elements of an adapter of `max_rank` for all modules of `base`.
+    Raises ConfigError."""
     file = stored.name
     head = stored.read(0, MAX_METADATA_BYTES)
     limits = GgufLimits(
@@ -170,8 +170,7 @@ def _checked_alpha(opened: GgufFile, file: str, base: BaseModules) -> float:
 def _check_tensors(opened: GgufFile, file: str, base: BaseModules, max_rank: int) -> None:
     if not opened.tensors:
         raise ConfigError(f"{file} has 0 low-rank matrices, an adapter needs at least 2")
-    features = sum(module.in_features + module.out_features for module in base.modules.values())
-    most = min(MAX_NUMBERS, 2 * max_rank * features)
+    most = min(MAX_NUMBERS, 2 * max_rank * base.num_features)
     count = sum(tensor.n_elements for tensor in opened.tensors.values())
     if count > most:
         raise ConfigError(f"{file} has {count} values, at most {most} are allowed")

@@ -137,11 +137,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         _check_tokens(self)
 
     @property
-    def is_greedy(self) -> bool:
-        """Whether temperature, `top_k` or `min_p` makes sampling argmax."""
-        return self.temperature == 0 or self.top_k == 1 or self.min_p == 1
-
-    @property
     def num_listed_tokens(self) -> int:
         """Token ids in `logit_bias`, `stop_token_ids`, `allowed_token_ids` and bad words."""
         return (

@@ -101,6 +101,8 @@ def test_adapters_of_stacked_experts_are_loaded(
     number = layer.removeprefix(base.weight_map.layer_prefix)
     ((gate_up,), (down,)) = stack.parameters.values()
     inner, hidden = down[0].in_features, down[0].out_features
+    experts = len(base.expert_stacks) * 4 * (hidden + 2 * inner + inner + hidden)
+    assert base.num_features > experts
     shapes = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
     random = np.random.default_rng(0)
     products = {kind: random_product((4, *shapes[kind]), random) for kind in kinds}
