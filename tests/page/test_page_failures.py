@@ -158,7 +158,7 @@ def test_the_reason_of_a_restart_is_shown_during_and_after_the_restart(
 def test_the_notice_of_a_restart_covers_nothing_and_does_not_move_the_text(
     browser: Browser, server: PageServer, width: int
 ) -> None:
-    server.answer(LONG)
+    server.answer("\n\n".join(f"Line {index}." for index in range(60)))
     with window(browser, width) as page:
         open_page(page, server.url)
         ask(page, "Hi")
