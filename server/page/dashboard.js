@@ -39,14 +39,18 @@ const FIGURES = "running open waiting waiting-tokens kv kv-blocks hits misses pa
 const restart = ({ engine, ended, seconds: pause, reason }) =>
   element("li", `${new Date(ended * 1000).toLocaleTimeString()}: engine ${engine} was back after ${seconds(pause)}: ${reason}`);
 
+// The device that the server named last.
+let device = "";
+
 function draw() {
   const { facts } = server;
+  device = facts?.device || device;
   const shown = facts ? figures(facts) : {};
   for (const id of FIGURES) byId(id).textContent = shown[id] ?? (byId(id).tagName === "OUTPUT" ? "–" : "");
   byId("kv-bar").value = facts?.load.blocks_total ? facts.load.blocks_used / facts.load.blocks_total : 0;
   for (const link of document.querySelectorAll("[data-docs]")) link.hidden = facts !== null && !facts.has_docs;
   // The CPU has neither prepared shapes nor graphs.
-  for (const part of document.querySelectorAll("[data-buckets]")) part.hidden = facts?.device === "cpu";
+  for (const part of document.querySelectorAll("[data-buckets]")) part.hidden = !device || device === "cpu";
   byId("restarts").hidden = !facts?.restarts.length;
   byId("restart-list").replaceChildren(...[...(facts?.restarts ?? [])].reverse().map(restart));
   drawCourse(facts);

@@ -24,8 +24,6 @@ function drawStatus() {
   byId("status").dataset.state = status;
   setText("trouble", trouble());
   byId("trouble").hidden = !trouble();
-  // A restart takes seconds: its notice does not move what the reader looks at.
-  byId("trouble").classList.toggle("over", status === "restarting");
   byId("wake").hidden = status !== "sleeping";
   byId("key-form").hidden = status !== "key needed";
   setText("key-error", server.isKeyRefused ? "The server rejected this key. Check it and enter it again." : "");

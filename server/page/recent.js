@@ -5,8 +5,8 @@ import { count, rate, seconds } from "./format.js";
 
 const SHORTEST_S = 0.01;
 
-// A stream that broke off has the status 200.
-export const isFailed = (request) => request.status >= 400 || request.end === "error";
+// A stream that broke off has the status 200. A status from 400 to 499 is an error of the client, whatever the end.
+export const isFailed = ({ status, end }) => status >= 500 || (status < 400 && end.split(",").includes("error"));
 
 // A request is {ended, route, status, ttft_s, seconds, prompt_tokens, output_tokens, end}; `recent` is null if unknown.
 export function drawRecent(known) {

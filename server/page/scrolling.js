@@ -6,6 +6,8 @@ const NEAR_PX = 60;
 const list = byId("messages");
 let follows = true;
 let lastTop = 0;
+// Where the list is in the window.
+let place = null;
 
 const isAtEnd = () => list.scrollHeight - list.scrollTop - list.clientHeight < NEAR_PX;
 
@@ -23,6 +25,16 @@ export function follow() {
   else byId("to-end").hidden = isAtEnd();
 }
 
+// A notice above the list moves the list: the text that is being read stays in its place.
+function resized() {
+  const { top, height } = list.getBoundingClientRect();
+  if (height) {
+    list.scrollTop += top - (place ?? top);
+    place = top;
+  }
+  follow();
+}
+
 export function setUpScrolling() {
   list.addEventListener("scroll", () => {
     // A list that became lower, or an answer that grew, moves the end away although nobody scrolled.
@@ -31,5 +43,5 @@ export function setUpScrolling() {
     byId("to-end").hidden = follows;
   });
   byId("to-end").addEventListener("click", toEnd);
-  new ResizeObserver(follow).observe(list);
+  new ResizeObserver(resized).observe(list);
 }

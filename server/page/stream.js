@@ -13,12 +13,14 @@ export async function stream(body, answer, signal, changed) {
   const response = await request("v1/chat/completions", { ...body, ...options }, signal);
   answer.ignored = response.headers.get("x-gaudiserve-ignored-fields") ?? "";
   for await (const event of events(response)) {
-    const choice = event.choices?.[0];
+    const choice = event.choices?.[0], elapsed = (performance.now() - sent) / 1000;
     if (choice) {
+      // The server sends the first choice with the first token, which may have no text: a tool call's start.
+      answer.stats ??= { first: elapsed, last: elapsed, tokens: 0 };
       addDelta(answer, choice.delta ?? {});
       if (choice.finish_reason) answer.end = choice.finish_reason;
     }
-    measure(answer, event.usage, (performance.now() - sent) / 1000);
+    measure(answer.stats, event.usage, elapsed);
     changed();
   }
 }
@@ -35,9 +37,7 @@ function addDelta(answer, delta) {
 }
 
 // Times are those of this browser: they include the network.
-function measure(answer, usage, elapsed) {
-  if (isEmpty(answer)) return;
-  answer.stats ??= { first: elapsed, last: elapsed, tokens: 0 };
+function measure(stats, usage, elapsed) {
   const tokens = usage?.completion_tokens ?? 0;
-  if (tokens > answer.stats.tokens) Object.assign(answer.stats, { last: elapsed, tokens });
+  if (stats && tokens > stats.tokens) Object.assign(stats, { last: elapsed, tokens });
 }

@@ -229,6 +229,19 @@ def test_an_answer_has_tokens_speed_and_time_to_first_token(page: Page, server: 
     assert 0 < float(speed) <= 50
 
 
+def test_the_speed_of_an_answer_counts_the_time_of_tokens_without_text(
+    page: Page, server: PageServer
+) -> None:
+    settle(page, tools=TOOLS)
+    # A token per byte: the page shows the call at its end.
+    server.answer(TOOL_CALL, pace_s=0.01)
+    ask(page, "Weather?")
+
+    expect(page.locator(".calls summary")).to_have_text("Tool call: get_weather")
+    speed = re.search(r"([\d.]+) tokens/s", page.locator(".foot .quiet").inner_text())
+    assert speed is not None and 0 < float(speed[1]) <= 100
+
+
 def test_the_seconds_before_the_first_token_are_counted(page: Page, server: PageServer) -> None:
     server.answer(LONG, pace_s=2.5)
     send(page, "Slow?")

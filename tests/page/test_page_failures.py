@@ -155,18 +155,27 @@ def test_the_reason_of_a_restart_is_shown_during_and_after_the_restart(
 
 
 @pytest.mark.parametrize("width", HEIGHTS)
-def test_the_notice_of_a_restart_does_not_move_the_chat(
+def test_the_notice_of_a_restart_covers_nothing_and_does_not_move_the_text(
     browser: Browser, server: PageServer, width: int
 ) -> None:
+    server.answer("\n\n".join(f"Line {index}." for index in range(60)))
     with window(browser, width) as page:
         open_page(page, server.url)
         ask(page, "Hi")
-        before = page.locator("#messages").bounding_box()
+        page.locator("#messages").evaluate("list => { list.scrollTop = 100; }")
+        expect(page.locator("#to-end")).to_be_visible()
+        before = page.locator(".markdown").bounding_box()
 
         server.client.lost = Failure("the engine was killed")
 
         expect(page.locator("#trouble")).to_be_in_viewport(ratio=0.99)
-        assert page.locator("#messages").bounding_box() == before
+        notice, bar = (page.locator(name).bounding_box() for name in ("#trouble", ".bar"))
+        assert notice is not None and bar is not None
+        assert notice["y"] + notice["height"] <= bar["y"]
+        assert page.locator(".markdown").bounding_box() == before
+        server.client.lost = None
+        expect(page.locator("#trouble")).to_be_hidden()
+        assert page.locator(".markdown").bounding_box() == before
 
 
 def test_the_page_clears_its_figures_when_the_server_is_gone(browser: Browser) -> None:

@@ -63,6 +63,19 @@ def test_a_cpu_has_no_figures_of_buckets_and_graphs(browser: Browser) -> None:
         expect(page.locator("#term-bucket")).to_be_hidden()
 
 
+def test_figures_of_buckets_are_hidden_until_the_device_is_known(browser: Browser) -> None:
+    with serving(api_keys=("k",)) as server, window(browser) as page:
+        open_page(page, server.url, "key needed")
+        page.click("#to-server")
+        expect(page.locator("#kv")).to_be_visible()
+        expect(page.locator("#hits")).to_be_hidden()
+
+        page.fill("#key", "k")
+        page.press("#key", "Enter")
+
+        expect(page.locator("#hits")).to_be_visible()
+
+
 @pytest.mark.parametrize("width", HEIGHTS)
 def test_bars_are_spaced_and_the_newest_is_in_view(
     browser: Browser, server: PageServer, width: int

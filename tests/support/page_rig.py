@@ -43,9 +43,10 @@ REQUEST: dict[str, Any] = {
 }
 FAILED: dict[int, dict[str, Any]] = {
     50: {"status": 503, "ttft_s": None, "end": ""},
-    51: {"end": "error"},
+    51: {"end": "stop,error"},
+    52: {"status": 400, "ttft_s": None, "end": "error"},
 }
-"""Fields of the requests of `PageServer.fill` that fail, by index."""
+"""Fields of the requests of `PageServer.fill` that fail, by index; a 400 is no failure."""
 
 Result = TypeVar("Result")
 

@@ -157,7 +157,7 @@ def _add_stored_routes(router: APIRouter, state: AppState, store: ResponseStore)
 
     @router.get(
         path,
-        summary="A stored response; with `?stream=true` its events",
+        summary="A stored response; with ?stream=true its events",
         responses=GENERATES,
     )
     async def get_response(
