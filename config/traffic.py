@@ -108,7 +108,7 @@ def _from_json_lines(text: str, name: str) -> Iterator[Lengths]:
 
 def _whole(entry: dict[str, object], key: str, default: int | None = None) -> int:
     value = entry.get(key, default)
-    if value is None:
+    if value is None and key not in entry:
         raise ConfigError(f"it has no {key}; a line is {_EXAMPLE}")
     if type(value) is not int:
         raise ConfigError(f"{key} is {value_text(value)}, it must be a whole number")

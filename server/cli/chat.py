@@ -205,7 +205,8 @@ class _Terminal:
 
     def _remedy(self, problem: str) -> str:
         """A hint for a conversation that is too long, otherwise empty."""
-        is_long = CONTEXT_LENGTH in problem and bool(self._messages)
+        # The system prompt alone is no conversation.
+        is_long = CONTEXT_LENGTH in problem and len(self._messages) > 1
         return "; /clear forgets the conversation" if is_long else ""
 
     async def _print_until(self, stop: asyncio.Event, answer: list[str]) -> str:
