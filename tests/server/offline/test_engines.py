@@ -96,9 +96,9 @@ def test_selftest_on_runs_the_self_test_except_in_a_rank_of_torchrun(
         with_fallbacks(keywords(tmp_path, selftest="on"))
 
 
-@pytest.mark.parametrize("keyword", ["port", "api_keys", "ssl_certfile"])
+@pytest.mark.parametrize("keyword", ["port", "api_keys", "root_path"])
 def test_a_keyword_of_the_http_server_is_refused(keyword: str, tmp_path: Path) -> None:
-    value = {"port": 5}.get(keyword, "x")
+    value = {"port": 5}.get(keyword, "/x")
 
     with pytest.raises(ConfigError, match=f"^{keyword} has no effect: LLM starts no HTTP server"):
         with_fallbacks(keywords(tmp_path, **{keyword: value}))
