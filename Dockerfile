@@ -4,7 +4,7 @@
 # The CPU back end, for x86-64. Dockerfile.hpu is for Gaudi. Built with buildah over Debian 12 and
 # its Python 3.11, not yet with Docker. A test runs the installation in a separate environment.
 # An exact version, so that every build has the same base.
-ARG PYTHON=3.12.14
+ARG PYTHON=3.11.14
 ARG BASE_IMAGE=python:${PYTHON}-slim-bookworm
 
 FROM ${BASE_IMAGE} AS install

@@ -15,6 +15,7 @@ from config.whole_files import read_limited
 MAX_TOKENS = 10_000_000
 MAX_TRAFFIC_BYTES = 256 * 2**20
 """Size limit of a traffic file: about three million lines."""
+_EXAMPLE = '{"prompt_tokens": 812, "output_tokens": 95}'
 _LOG_LINE = re.compile(r"\bprompt_tokens=(\d+) output_tokens=(\d+)\b")
 _BUCKET = re.compile(
     r'^vllm:request_(prompt|generation)_tokens_bucket\{.*\ble="([^"]+)".*\} (\S+)', re.MULTILINE
@@ -95,7 +96,7 @@ def _from_json_lines(text: str, name: str) -> Iterator[Lengths]:
         try:
             entry = parse_json(line)
             if not isinstance(entry, dict):
-                raise ConfigError("it is not a JSON object")
+                raise ConfigError(f"it is not a JSON object; a line is {_EXAMPLE}")
             yield Lengths(
                 _whole(entry, "prompt_tokens"),
                 _whole(entry, "output_tokens"),
@@ -107,8 +108,10 @@ def _from_json_lines(text: str, name: str) -> Iterator[Lengths]:
 
 def _whole(entry: dict[str, object], key: str, default: int | None = None) -> int:
     value = entry.get(key, default)
+    if value is None and key not in entry:
+        raise ConfigError(f"it has no {key}; a line is {_EXAMPLE}")
     if type(value) is not int:
-        raise ConfigError(f"{key} is {value!r}, it must be a whole number")
+        raise ConfigError(f"{key} is {value_text(value)}, it must be a whole number")
     return value
 
 

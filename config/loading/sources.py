@@ -458,6 +458,8 @@ def _known(word: str, value: object, source: str, problems: list[str]) -> str:
         flag = f"--{name}"
         near = ambiguity(flag, _FILE_WORDS) or nearest(flag, [f"--{known}" for known in _NAMES])
         near = near.replace("--", "")
+        if source.startswith("keyword"):
+            near = near.replace("-", "_")
         problems.append(with_sources(f"{word} is not a setting{near}", (source,)))
     return ""
 

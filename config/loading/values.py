@@ -65,7 +65,7 @@ def clipped(message: str) -> str:
 MAX_LISTED = 30
 """Maximum number of choices that an error lists."""
 NUM_NEAREST = 3
-"""Number of choices that an error lists if there are more than MAX_LISTED."""
+"""Maximum number of near names in an error with more choices."""
 
 
 def nearest(word: str, known: Collection[str]) -> str:
@@ -219,14 +219,18 @@ def unknown_choice(given: Given, choices: Sequence[str]) -> ConfigError:
     """The error for a word that is not in `choices`."""
     word = str(given.value).lower()
     if len(choices) > MAX_LISTED:
-        near = difflib.get_close_matches(word, choices, n=NUM_NEAREST, cutoff=0.0)
+        near = difflib.get_close_matches(word, choices, n=NUM_NEAREST)
+        # A family may have longer names: qwen3 and qwen3_coder for qwen.
+        near = near or [name for name in choices if word and name.startswith(word)][:NUM_NEAREST]
+        names = f", the nearest: {', '.join(near)}" if near else ""
         return wrong(
             given,
-            f"one of {len(choices)} names, the nearest are {', '.join(near)}; `gaudiserve serve "
-            f"--help={given.name}` lists all",
+            f"one of {len(choices)} names{names}; `gaudiserve serve --help={given.name}` lists all",
         )
-    # All choices are listed, so the hint may be less similar: bf16 for bfloat16.
-    near = difflib.get_close_matches(word, choices, n=1)
+    # All choices are listed, so the hint may be less similar: bf16 for bfloat16, but not hpu for
+    # gpu.
+    alike = [choice for choice in choices if choice[:1] == word[:1]]
+    near = difflib.get_close_matches(word, alike, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
     return wrong(given, f"one of {', '.join(choices)}{hint}")
 

@@ -140,7 +140,7 @@ def _graphs(args: argparse.Namespace, default: int) -> int:
     num_graphs = args.warmup_seconds / args.seconds_per_graph
     if num_graphs < 2:
         raise ConfigError(
-            f"warmup-seconds is {args.warmup_seconds:g}, it must be at least "
+            f"--warmup-seconds is {args.warmup_seconds:g}, it must be at least "
             f"{2 * args.seconds_per_graph:g}, the time of 2 graphs"
         )
     return int(num_graphs)

@@ -11,13 +11,13 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from config.checkpoint.demo import NAMES
-from config.errors import CommandFailed, ConfigError
+from config.errors import CommandFailed
 from config.json_text import Json
 from config.loading.parser import FlagParser
 from config.loading.sources import Loaded, load
 from config.loading.values import nearest
 from server.cli.bench.openai import first_model
-from server.cli.flags import command_parser
+from server.cli.flags import command_parser, refuse_address, refuse_settings
 from server.cli.http_client import HttpClient, HttpFailure, add_base_url, key_for
 from server.cli.private_server import PrivateServer, quiet
 from server.cli.selftest import served
@@ -32,6 +32,8 @@ TOKENIZE_PATH = "/tokenize"
 MAX_TOKENS = 1024
 """Default token limit of a reply, because small models may repeat themselves forever."""
 MAX_PERIOD, MIN_REPEATS, MIN_CHARACTERS = 400, 4, 400
+CONTEXT_LENGTH = "maximum context length"
+"""Words in the error of a prompt that is too long, here and in vLLM."""
 DIM, NORMAL = "\x1b[2m", "\x1b[0m"
 LEAVE = ("/exit", "/quit")
 HELP = "/help"
@@ -74,25 +76,16 @@ def main(argv: list[str]) -> int:
     server = None
     try:
         if loaded.arguments.base_url is None:
-            _refuse_address(loaded)
+            refuse_address(loaded)
             loaded = served(loaded, loaded, chat_parser())
             server = PrivateServer(loaded.engine, quiet(loaded))
+        else:
+            refuse_settings(loaded, "--model-name selects a model of the running server")
         return _Terminal(loop, loaded, server).run()
     finally:
         loop.close()
         if server is not None:
             server.close()
-
-
-def _refuse_address(loaded: Loaded) -> None:
-    """Raises ConfigError if a flag names the host or port of a server, since the chat's own
-    server has neither. A variable or file may be for other commands."""
-    given = [key for key in ("host", "port") if loaded.sources[key][1].startswith("flag")]
-    if given:
-        raise ConfigError(
-            f"--{given[0]} has no effect: this command starts its own server, without a port; for "
-            f"a running server use --base-url http://{loaded.server.host}:{loaded.server.port}"
-        )
 
 
 def repeats(text: str) -> bool:
@@ -200,7 +193,7 @@ class _Terminal:
             self._messages.pop()
             if answer:
                 print()
-            print(f"gaudiserve: {error}", file=sys.stderr)
+            print(f"gaudiserve: {error}{self._remedy(str(error))}", file=sys.stderr)
             return False
         finally:
             self._loop.remove_signal_handler(signal.SIGINT)
@@ -209,6 +202,12 @@ class _Terminal:
             print(f"({cut})", file=sys.stderr)
         self._messages.append({"role": "assistant", "content": "".join(answer)})
         return True
+
+    def _remedy(self, problem: str) -> str:
+        """A hint for a conversation that is too long, otherwise empty."""
+        # The system prompt alone is no conversation.
+        is_long = CONTEXT_LENGTH in problem and len(self._messages) > 1
+        return "; /clear forgets the conversation" if is_long else ""
 
     async def _print_until(self, stop: asyncio.Event, answer: list[str]) -> str:
         """Like `_print_answer`, until `stop` is set."""

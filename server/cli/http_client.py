@@ -56,6 +56,10 @@ class HttpFailure(Exception):
     lacks what the command needs. The message is for the user."""
 
 
+class MissingModel(HttpFailure):
+    """A 404, because the server has no model of the name in the request."""
+
+
 @dataclass(slots=True)
 class _Connection:
     reader: asyncio.StreamReader
@@ -105,7 +109,7 @@ class HttpClient:
         self._socket_path: str | None = None
         if base_url.startswith(UNIX):
             self._socket_path, base_url = base_url.removeprefix(UNIX), "http://localhost"
-        invalid = ConfigError(f"base-url is {base_url!r}, it must look like http://host:port")
+        invalid = ConfigError(f"--base-url is {base_url!r}, it must look like http://host:port")
         try:
             url = urlsplit(base_url if "//" in base_url else f"http://{base_url}")
             port = url.port
@@ -150,7 +154,8 @@ class HttpClient:
         if self._socket_path:
             # Usually the command started this server, so the user does not know its socket.
             return HttpFailure(text)
-        return HttpFailure(f"{self._url} answered {path} with {status}: {text}")
+        kind = MissingModel if status == NOT_FOUND and _is_about_model(content) else HttpFailure
+        return kind(f"{self._url} answered {path} with {status}: {text}")
 
     async def ask(
         self, method: str, path: str, body: Mapping[str, Any] | None = None
@@ -343,6 +348,13 @@ def _message_of(content: bytes) -> str:
         return str(msgspec.json.decode(content)["error"]["message"])
     except (msgspec.DecodeError, LookupError, TypeError, RecursionError):
         return content[:300].decode(errors="replace").strip()
+
+
+def _is_about_model(content: bytes) -> bool:
+    try:
+        return bool(msgspec.json.decode(content)["error"]["param"] == "model")
+    except (msgspec.DecodeError, LookupError, TypeError, RecursionError):
+        return False
 
 
 def _data_of(event: bytes) -> bytes:

@@ -24,7 +24,7 @@ from server.cli.batch_files import (
     open_input,
     read_lines,
 )
-from server.cli.flags import command_parser
+from server.cli.flags import command_parser, refuse_address, refuse_settings
 from server.cli.http_client import (
     MODELS_PATH,
     HttpClient,
@@ -86,6 +86,10 @@ def main(argv: list[str]) -> int:
     CommandFailed, and the errors of PrivateServer.wait_ready."""
     loaded = load(argv, default_model=NAMES[0], parser=batch_parser())
     arguments = loaded.arguments
+    if arguments.base_url is None:
+        refuse_address(loaded)
+    else:
+        refuse_settings(loaded, "each line of the input names a model of the running server")
     log.setup("run-batch", loaded.server.log)
     log_spellings(loaded)
     with (

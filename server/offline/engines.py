@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from config.engine import EngineConfig
 from config.errors import ConfigError
 from config.loading.env import environment
+from config.loading.flags import FLAGS
 from config.loading.sources import Loaded, from_keywords
 from config.log import LogConfig
 from engine.client.base import EngineClient
@@ -26,6 +27,7 @@ from engine.reports.doctor import this_machine
 from engine.selftest.start import with_selftest
 
 STOP_S = 5.0
+SERVER_GROUPS = ("HTTP", "TLS")
 SWITCHES = {"on": True, "off": False}
 
 
@@ -33,6 +35,7 @@ def with_fallbacks(keywords: Mapping[str, object]) -> Loaded:
     """Configuration from `keywords`, with the settings that avoid failed checks of the self-test.
     Raises ConfigError."""
     loaded = from_keywords(**keywords)
+    _refuse_server_keywords(loaded)
 
     def change(flags: Mapping[str, str]) -> Loaded:
         values = {
@@ -41,6 +44,16 @@ def with_fallbacks(keywords: Mapping[str, object]) -> Loaded:
         return from_keywords(**{**keywords, **values})
 
     return with_selftest(loaded, loaded, this_machine(environment()), change)
+
+
+def _refuse_server_keywords(loaded: Loaded) -> None:
+    """Raises ConfigError if a keyword is a setting of the HTTP server. A variable or file may be
+    for other commands."""
+    for flag in FLAGS:
+        source = loaded.sources[flag.key][1]
+        if flag.setting.group in SERVER_GROUPS and source.startswith("keyword"):
+            word = source.removeprefix("keyword ")
+            raise ConfigError(f"{word} has no effect: LLM starts no HTTP server; leave {word} out")
 
 
 def make_client(config: EngineConfig, log: LogConfig) -> EngineClient:

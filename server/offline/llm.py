@@ -71,10 +71,10 @@ MakePrompt = Callable[[], Coroutine[Any, Any, Prompt]]
 class LLM:
     """Offline inference: `LLM(model="...").generate(["Hello"])`.
 
-    Any engine or server flag is a keyword argument (`max_model_len=2048`); an unknown keyword
-    raises a ConfigError that names the most similar flag, if any. Use LLM in a `with` block, or
-    call `close`: this stops all threads, as does interpreter exit. Not thread-safe: make one call
-    at a time.
+    Any flag of `gaudiserve serve` is a keyword argument (`max_model_len=2048`), except flags of its
+    HTTP server. Another keyword raises a ConfigError that names the most similar keyword, if any.
+    Use LLM in a `with` block, or call `close`: this stops all threads, as does interpreter exit.
+    Not thread-safe: make one call at a time.
     """
 
     def __init__(self, model: str, **flags: Any) -> None:

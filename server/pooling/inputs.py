@@ -64,7 +64,7 @@ def not_a_pooling_model() -> UserError:
     """The error for a pooling request to a generative model."""
     return UserError(
         "This model generates text; this request needs a pooling model: serve one, or serve this "
-        "model with --runner pooling.",
+        "model with --runner pooling or --convert embed.",
         param="model",
     )
 

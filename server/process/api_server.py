@@ -506,9 +506,10 @@ class ApiServer:
                 await asyncio.to_thread(probes.close)
         ready = await self._client.wait_ready()
         self.state.open(tokenizer, template, defaults, images)
-        _log_default_limit(self.state.sampling_defaults)
-        if not self.state.pools and template:
-            log_chat_template(template, self.state.parser_config.tool_parser)
+        if not self.state.pools:
+            _log_default_limit(self.state.sampling_defaults)
+            if template:
+                log_chat_template(template, self.state.parser_config.tool_parser)
         # Start-up objects live until exit: exclude them from garbage collection.
         gc.collect()
         gc.freeze()
@@ -683,6 +684,8 @@ class ApiServer:
         await self._wait_for_requests(timeout_s)
         if self._client.has_failed:
             return FAILED
+        if self.state.active_requests:
+            logger.info("%s cancelled", counted(len(self.state.active_requests), "request"))
         for tracker in list(self.state.active_requests):
             tracker.cancel("The server is shutting down.")
         if self._interrupted.is_set():

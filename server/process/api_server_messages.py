@@ -86,6 +86,14 @@ def resumes(engine: EngineConfig, server: ServerConfig) -> bool:
     return server.resume and is_alone
 
 
+def log_stopped(code: int) -> None:
+    """Log the end of a server that was stopped; `code`: its exit code."""
+    if code == 0:
+        logger.info("Stopped")
+    elif code == INTERRUPTED:
+        logger.info("Stopped at once")
+
+
 def call_on_loop(
     loop: asyncio.AbstractEventLoop, callback: Callable[[T], None], argument: T
 ) -> None:

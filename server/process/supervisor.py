@@ -52,6 +52,7 @@ from server.process.api_server_messages import (
     EngineRestart,
     SupervisorMessage,
     call_on_loop,
+    log_stopped,
     resumes,
 )
 from server.process.listening import bind, bind_path, remove_path
@@ -111,8 +112,7 @@ def serve(
             with listener:
                 supervisor = Supervisor(engine_config, server_config, directory.path, token)
                 code = supervisor.run(download)
-            if code == 0:
-                logger.info("Stopped")
+            log_stopped(code)
     finally:
         has_stopped = download.close()
         directory.close()
@@ -208,8 +208,8 @@ def _serve_in_process(
     if end_reason:
         # Print the reason last, where the user finds it.
         print(f"gaudiserve: {end_reason}", file=sys.stderr, flush=True)
-    elif code == 0:
-        logger.info("Stopped")
+    else:
+        log_stopped(code)
     return code
 
 

@@ -59,10 +59,13 @@ def test_a_metrics_page_gives_all_pairs_of_prompt_and_output_lengths() -> None:
     ("text", "words"),
     [
         ("", "has 0 requests"),
-        ('{"prompt_tokens": 5, "output_tokens": 7}\n{"prompt_tokens": 5}', "line 2.*output_tokens"),
+        (
+            '{"prompt_tokens": 5, "output_tokens": 7}\n{"prompt_tokens": 5}',
+            'line 2: .*it has no output_tokens; a line is {"prompt',
+        ),
         ('{"prompt_tokens": 0, "output_tokens": 7}', "line 1.*prompt_tokens is 0"),
         ('{"prompt_tokens": 4, "output_tokens": 7, "cached_tokens": 4}', "below.* which is 4"),
-        ('{"prompt_tokens": true, "output_tokens": 7}', "True, it must be a whole number"),
+        ('{"prompt_tokens": true, "output_tokens": 7}', "true, it must be a whole number"),
         ("[1, 2]", "not a JSON object"),
         ("nonsense", "line 1"),
         (f"prompt_tokens={'9' * 4301} output_tokens=1", "line 1: .*has a number of 4301 digits"),

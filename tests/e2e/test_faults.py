@@ -196,6 +196,8 @@ def test_a_second_sigint_stops_at_once(fresh: LiveServer) -> None:
     fresh.signal(signal.SIGINT)
     fresh.wait_exit()
 
+    assert "2 requests cancelled" in fresh.text()
+    assert fresh.text().splitlines()[-1].endswith("Stopped at once")
     # A drain would take 30 s.
     assert time.monotonic() - begun < 25
     wait_for(lambda: not any(alive(pid) for pid in family))

@@ -45,6 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "Normalize",
         pooling={"pooling_mode_mean_tokens": True},
     )
+    (checkpoint / "generation_config.json").write_text('{"max_new_tokens": 9}')
     return with_special_tokens(checkpoint)
 
 
@@ -83,13 +84,13 @@ def test_a_batch_file_may_use_the_pooling_routes(embedder: LiveServer, tmp_path:
     (tmp_path / "in").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
     command = [sys.executable, "-m", "gaudiserve", "run-batch", f"--base-url={embedder.url}"]
-    command += ["-i", f"{tmp_path}/in", "-o", f"{tmp_path}/out", "--max-num-seq", "4"]
+    command += ["-i", f"{tmp_path}/in", "-o", f"{tmp_path}/out", "--log-lev", "info"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
 
     answers = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
     found = {answer["custom_id"]: answer["response"] for answer in answers}
     assert done.returncode == 0, done.stderr
-    assert "--max-num-seq is read as --max-num-seqs" in done.stderr
+    assert "--log-lev is read as --log-level" in done.stderr
     assert {url: found[url]["status_code"] for url in asked} == dict.fromkeys(asked, 200)
     assert len(found["/score"]["body"]["data"]) == len(found["/rerank"]["body"]["results"]) == 4
 
@@ -98,6 +99,11 @@ def test_a_batch_file_may_use_the_pooling_routes(embedder: LiveServer, tmp_path:
 def sdk(embedder: LiveServer) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{embedder.url}/v1", api_key="none", max_retries=0) as client:
         yield client
+
+
+def test_a_pooling_server_logs_no_limit_of_generated_tokens(embedder: LiveServer) -> None:
+    assert "Ready after" in embedder.text()
+    assert "max_tokens" not in embedder.text()
 
 
 def test_vectors_from_the_sdk_equal_transformers(sdk: openai.OpenAI, vectors: Any) -> None:

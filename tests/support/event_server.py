@@ -6,6 +6,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+COMPLETIONS = ("/v1/completions", "/v1/chat/completions")
+NO_MODEL = "The model does not exist; this server has " + "double, " * 16 + "and no other"
+"""Error of a server without the model, longer than an error that is cut at 120 characters."""
+
 
 class EventServer:
     """Answers each completion with `max_tokens` events of text, the first after `first_s` and the
@@ -24,6 +28,7 @@ class EventServer:
         says_done: bool = True,
         has_tokenize: bool = True,
         tokens_a_word: int = 1,
+        has_model: bool = True,
     ) -> None:
         self._first_s = first_s
         self._gap_s = gap_s
@@ -32,6 +37,7 @@ class EventServer:
         self._says_done = says_done
         self._has_tokenize = has_tokenize
         self._tokens_a_word = tokens_a_word
+        self._has_model = has_model
         self.bodies: list[dict[str, Any]] = []
         self.authorizations: list[str] = []
         self.num_connections = 0
@@ -69,13 +75,15 @@ class EventServer:
         path = first.split(" ")[1]
         if path == "/v1/models":
             _answer(writer, 200, {"data": [{"id": "double"}]})
+        elif path in ("/tokenize", *COMPLETIONS)[not self._has_tokenize :] and not self._has_model:
+            _answer(writer, 404, {"error": {"message": NO_MODEL, "param": "model"}})
         elif path == "/tokenize" and self._has_tokenize:
             asked = json.loads(raw)
             text = asked.get("prompt") or asked["messages"][0]["content"]
             template = 5 if "messages" in asked else 0
             count = len(text.split()) * self._tokens_a_word + template
             _answer(writer, 200, {"count": count, "tokens": list(range(count))})
-        elif path in ("/v1/completions", "/v1/chat/completions"):
+        elif path in COMPLETIONS:
             return await self._generate(writer, json.loads(raw), is_chat="chat" in path)
         else:
             _answer(writer, 404, {"error": {"message": "no such route"}})

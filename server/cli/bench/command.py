@@ -30,7 +30,7 @@ from server.cli.bench.workload import (
     text_requests,
     token_requests,
 )
-from server.cli.http_client import KEY_VARIABLE, HttpClient, HttpFailure
+from server.cli.http_client import KEY_VARIABLE, HttpClient, HttpFailure, MissingModel
 
 Send = Callable[[BenchRequest], Awaitable[Outcome]]
 
@@ -59,7 +59,7 @@ def _write(path: str, content: str) -> None:
     try:
         Path(path).write_text(content + "\n", encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"json is {path!r}, it cannot be written: {error}") from None
+        raise ConfigError(f"--json is {path!r}, it cannot be written: {error}") from None
 
 
 async def _run(
@@ -200,11 +200,13 @@ async def _requests(
         if can_send_ids and not turns:
             return token_requests(shape, await server.vocabulary()), "tokens"
         return await texts(server.count_prompt, server.count), "text"
+    except MissingModel:
+        raise
     except HttpFailure as error:
         if options.prompt_kind == "tokens":
             raise
         print(
-            f"/tokenize cannot count tokens ({str(error)[:120]}); each word counts as one token.",
+            f"/tokenize cannot count tokens ({error}); each word counts as one token.",
             file=sys.stderr,
         )
     return await texts(count_words, count_words), "words"

@@ -17,6 +17,7 @@ from config.loading.parser import FlagParser, number
 from config.loading.sources import load
 from config.params.sampling import SamplingParams
 from config.progress import CountBar
+from server.cli.bench.options import check_dataset
 from server.cli.bench.workload import (
     WORDS,
     BenchRequest,
@@ -215,11 +216,8 @@ def _opened(argv: Sequence[str], parser: FlagParser) -> tuple[LLM, argparse.Name
 
 def _check(options: argparse.Namespace, max_model_len: int | None) -> None:
     is_random = getattr(options, "dataset_name", "random") == "random"
-    if not is_random and not options.dataset_path:
-        raise ConfigError(
-            "--dataset-name is sharegpt and --dataset-path is not set: set it to a file of "
-            "conversations"
-        )
+    if hasattr(options, "dataset_name"):
+        check_dataset(options)
     total = (options.input_len or 128) + (options.output_len or 128)
     if is_random and max_model_len and total > max_model_len:
         raise ConfigError(

@@ -10,7 +10,7 @@ import msgspec
 
 from config.json_text import Json
 from server.cli.bench.workload import WORDS, BenchRequest
-from server.cli.http_client import MODELS_PATH, HttpClient, HttpFailure, MissingDone
+from server.cli.http_client import MODELS_PATH, HttpClient, HttpFailure, MissingDone, MissingModel
 
 PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
 
@@ -75,12 +75,15 @@ class OpenAIServer:
         self._request_usage = request_usage
 
     async def send(self, request: BenchRequest, timeout_s: float) -> Outcome:
-        """Send a request and read its stream to the end; failures are recorded in the outcome."""
+        """Send a request and read its stream to the end; failures are recorded in the outcome.
+        Raises MissingModel, which every request would get."""
         outcome = Outcome(time.perf_counter())
         try:
             await asyncio.wait_for(self._read(request, outcome), timeout_s)
         except asyncio.TimeoutError:  # not the built-in TimeoutError before Python 3.11
             outcome.failure = f"the response did not end within {timeout_s:g} s"
+        except MissingModel:
+            raise
         except (EOFError, HttpFailure, msgspec.DecodeError) as error:
             outcome.failure = f"{type(error).__name__}: {error}"
         outcome.ended = time.perf_counter()

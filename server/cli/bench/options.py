@@ -262,8 +262,8 @@ def _choose(options: argparse.Namespace) -> None:
         )
         if options.backend == "openai-chat" and endpoint != "chat":
             raise ConfigError(
-                f"backend is openai-chat and endpoint is {options.endpoint}: they contradict each "
-                "other; leave one of them out"
+                f"--backend is openai-chat and --endpoint is {options.endpoint}: they contradict "
+                "each other; leave one of them out"
             )
     options.endpoint = endpoint
     is_random = options.dataset_name == "random"
@@ -276,25 +276,36 @@ def _choose(options: argparse.Namespace) -> None:
             setattr(options, name, 128)
 
 
-def _check(options: argparse.Namespace) -> None:
-    if (options.dataset_name == "sharegpt") != (options.dataset_path is not None):
+def check_dataset(options: argparse.Namespace) -> None:
+    """Raises ConfigError for --dataset-name sharegpt without --dataset-path, and for --dataset-path
+    without sharegpt."""
+    is_sharegpt = options.dataset_name == "sharegpt"
+    if is_sharegpt and not options.dataset_path:
         raise ConfigError(
-            f"dataset-name is {options.dataset_name} and dataset-path is {options.dataset_path}: "
-            "sharegpt needs a path, and random takes none"
+            "--dataset-name sharegpt needs --dataset-path FILE, a file of conversations"
         )
+    if options.dataset_path and not is_sharegpt:
+        raise ConfigError(
+            f"--dataset-path is {options.dataset_path!r}, which needs --dataset-name sharegpt"
+        )
+
+
+def _check(options: argparse.Namespace) -> None:
+    check_dataset(options)
     options.extra_body = _extra_body(options.extra_body)
     options.header = dict(_pair(word) for word in options.header)
     options.percentile_metrics = _names(options.percentile_metrics)
     options.metric_percentiles = _percentiles(options.metric_percentiles)
     if options.json not in (None, "-") and not Path(options.json).absolute().parent.is_dir():
-        raise ConfigError(f"json is {options.json!r}, whose folder does not exist: create it")
+        raise ConfigError(f"--json is {options.json!r}, whose folder does not exist: create it")
     if options.prompt_kind == "tokens" and options.endpoint == "chat":
         raise ConfigError(
-            "prompt-kind is tokens, and the chat endpoint accepts text only: use --prompt-kind text"
+            "--prompt-kind is tokens, and the chat endpoint accepts text only: use "
+            "--prompt-kind text"
         )
     if options.prompt_kind == "tokens" and options.dataset_name == "sharegpt":
         raise ConfigError(
-            "prompt-kind is tokens, and sharegpt has texts only: use --prompt-kind text"
+            "--prompt-kind is tokens, and sharegpt has texts only: use --prompt-kind text"
         )
 
 
@@ -303,24 +314,26 @@ def _extra_body(text: str) -> Json:
         body = parse_json(text, is_finite=True)
     except ValueError as error:
         raise ConfigError(
-            f"extra-body is {text!r}, which is not JSON: {json_problem(error)}"
+            f"--extra-body is {text!r}, which is not JSON: {json_problem(error)}"
         ) from None
     if not isinstance(body, dict):
-        raise ConfigError(f"extra-body is {text!r}, it must be a JSON object")
+        raise ConfigError(f"--extra-body is {text!r}, it must be a JSON object")
     return body
 
 
 def _pair(word: str) -> tuple[str, str]:
     key, equals, value = (part.strip() for part in word.partition("="))
     if not (key and equals) or not (key + value).isprintable():
-        raise ConfigError(f"header is {word!r}, it must be KEY=VALUE")
+        raise ConfigError(f"--header is {word!r}, it must be KEY=VALUE")
     return key, value
 
 
 def _names(text: str) -> list[str]:
     names = [word.strip() for word in text.split(",")]
     if not set(names) <= set(METRICS):
-        raise ConfigError(f"percentile-metrics is {text!r}, it must be some of {','.join(METRICS)}")
+        raise ConfigError(
+            f"--percentile-metrics is {text!r}, it must be some of {','.join(METRICS)}"
+        )
     return names
 
 
@@ -330,5 +343,5 @@ def _percentiles(text: str) -> list[float]:
     except ValueError:
         numbers = [math.nan]
     if not all(0 <= number <= 100 for number in numbers):
-        raise ConfigError(f"metric-percentiles is {text!r}, it must be numbers from 0 to 100")
+        raise ConfigError(f"--metric-percentiles is {text!r}, it must be numbers from 0 to 100")
     return numbers

@@ -131,7 +131,7 @@ def read_sharegpt(path: str) -> list[tuple[str, str]]:
         content = Path(path).read_bytes()
         conversations = msgspec.json.decode(content, type=list[_Conversation])
     except (OSError, msgspec.DecodeError, RecursionError) as error:
-        raise ConfigError(f"dataset-path is {path!r}, it cannot be read: {error}") from None
+        raise ConfigError(f"--dataset-path is {path!r}, it cannot be read: {error}") from None
     found = [turn.conversations for turn in conversations if len(turn.conversations) >= 2]
     if not found:
         raise ConfigError(f"{path} has 0 conversations of two turns, it must have at least 1")

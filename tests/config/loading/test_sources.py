@@ -390,9 +390,14 @@ def test_keywords_are_flags_with_underscores() -> None:
 
 def test_an_unknown_keyword_names_the_nearest() -> None:
     with pytest.raises(
-        ConfigError, match="max_modellen is not a setting; did you mean max-model-len"
+        ConfigError, match="max_modellen is not a setting; did you mean max_model_len"
     ):
         from_keywords(model="m", max_modellen=64)
+
+
+def test_a_device_unlike_all_devices_gets_no_suggestion() -> None:
+    with pytest.raises(ConfigError, match=r"^--device is 'gpu', it must be one of [\w, -]+$"):
+        given("m", "--device=gpu")
 
 
 def test_keyword_arguments_take_precedence_over_variables(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from delays import least_awaited
-from event_server import EventServer
+from event_server import NO_MODEL, EventServer
 from waits import WAIT_S
 
 from config.errors import CommandFailed, ConfigError
@@ -136,6 +136,18 @@ async def test_failures_are_counted_by_kind_and_set_the_exit_status() -> None:
     assert found["completed"] == 4
     ((reason, count),) = found["failures"].items()
     assert (count, "503" in reason, "line is full" in reason) == (2, True, True)
+
+
+@pytest.mark.parametrize("has_tokenize", [True, False])
+async def test_a_model_that_the_server_lacks_ends_the_run_with_the_whole_error(
+    has_tokenize: bool,
+) -> None:
+    async with EventServer(has_tokenize=has_tokenize, has_model=False).listening() as server:
+        with pytest.raises(CommandFailed) as failed:
+            await bench(server, "--model=nope", "--num-warmups=0", "--num-prompts=3")
+
+    assert str(failed.value).endswith(f"with 404: {NO_MODEL}")
+    assert "and no other" in NO_MODEL and len(NO_MODEL) > 120
 
 
 async def test_a_stream_that_breaks_is_a_failure() -> None:
@@ -392,29 +404,44 @@ def test_the_table_has_the_requested_rows_and_columns() -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--base-url", "ftp://x"], "must look like http://host:port"),
+        (["--base-url", "ftp://x"], "^--base-url is 'ftp://x', it must look like http://host:port"),
         (["--request-rate", "0"], "request-rate is 0, it must be above 0"),
         (["--random-range-ratio", "2"], "between 0 and 1"),
         (["--num-prompts", "many"], "^--num-prompts is many, it must be at least 1$"),
         (["--input-len", "0"], "^--random-input-len is 0, it must be at least 1$"),
         (["--timeout", "inf"], "timeout is inf, it must be above 0"),
         (["--seed", "1.5"], "seed is 1.5, it must be a whole number"),
-        (["--endpoint", "chat", "--prompt-kind", "tokens"], "accepts text only"),
+        (
+            ["--endpoint", "chat", "--prompt-kind", "tokens"],
+            "^--prompt-kind is tokens.*accepts text only",
+        ),
         (["--num-prompt", "3"], "did you mean --num-prompts"),
-        (["--extra-body", "[]"], "must be a JSON object"),
+        (["--extra-body", "[]"], "^--extra-body is .* must be a JSON object"),
         (["--extra-body", '{"top_p": NaN}'], "not JSON: NaN is not a finite number"),
         (["--extra-body", "{x"], "not JSON: a name in double quotes is missing, at column 2"),
-        (["--json", "/no/such/folder/x.json"], "whose folder does not exist"),
+        (["--json", "/no/such/folder/x.json"], "^--json is .*whose folder does not exist"),
         (["--base-url", "http://localhost:port"], "must look like http://host:port"),
         (["--temperature", "-1"], "must be at least 0"),
         (["--backend", "tgi"], "^--backend is 'tgi', it must be one of "),
-        (["--backend", "openai-chat", "--endpoint", "/v1/completions"], "contradict each other"),
-        (["--dataset-name", "sharegpt"], "sharegpt needs a path, and random takes none"),
-        (["--dataset-path", "x.json"], "sharegpt needs a path, and random takes none"),
-        (["--dataset-name", "sharegpt", "--dataset-path", "/no/x"], "/no/x.*cannot be read"),
-        (["--percentile-metrics", "ttft,foo"], "must be some of ttft,itl,tpot,e2el"),
-        (["--metric-percentiles", "101"], "must be numbers from 0 to 100"),
-        (["--header", "x"], "header is 'x', it must be KEY=VALUE"),
+        (
+            ["--backend", "openai-chat", "--endpoint", "/v1/completions"],
+            "^--backend is .*contradict each other",
+        ),
+        (["--dataset-name", "sharegpt"], "^--dataset-name sharegpt needs --dataset-path FILE"),
+        (["--dataset-path", "x.json"], "x.json', which needs --dataset-name sharegpt"),
+        (
+            ["--dataset-name", "sharegpt", "--dataset-path", "/no/x"],
+            "^--dataset-path is '/no/x'.*cannot be read",
+        ),
+        (
+            ["--percentile-metrics", "ttft,foo"],
+            "^--percentile-metrics is .* some of ttft,itl,tpot,e2el",
+        ),
+        (
+            ["--metric-percentiles", "101"],
+            "^--metric-percentiles is .*must be numbers from 0 to 100",
+        ),
+        (["--header", "x"], "^--header is 'x', it must be KEY=VALUE"),
         (["--burstiness", "0"], "burstiness is 0, it must be above 0"),
         (
             ["--save-result", "--goodput", "ttft:100", "--no-oversample", "--frob"],

@@ -86,7 +86,8 @@ def test_latency_measures_batches(
     ("argv", "words"),
     [
         (["latency", "--input-len=100", "--output-len=29"], "are 129 tokens .* is 128"),
-        (["throughput", "--dataset-name=sharegpt"], "--dataset-path is not set"),
+        (["throughput", "--dataset-name=sharegpt"], "sharegpt needs --dataset-path FILE"),
+        (["throughput", "--dataset-path=x"], "which needs --dataset-name sharegpt"),
         (
             ["throughput", "--output-json=/no/such/file", "--input-len=9", "--output-len=9"],
             "whose folder does not exist",

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from config.errors import PromptTooLong
 from server.cli import chat
 from server.cli.chat import main, repeats, unknown_command
 
@@ -50,26 +51,33 @@ def test_a_message_or_a_known_command_is_not_refused(text: str) -> None:
     assert unknown_command(text) == ""
 
 
+TOO_LONG = PromptTooLong(99, None, 64).message
+
+
 @contextmanager
-def answering(choices: Iterator[dict[str, Any]], room: int | None) -> Iterator[str]:
+def answering(
+    choices: Iterator[dict[str, Any]], room: int | None, most_messages: int = 100
+) -> Iterator[str]:
     """URL of a server that streams `choices`; `room`: tokens left in its context, None: its
-    /tokenize does not exist."""
+    /tokenize does not exist. More than `most_messages` are refused as too long."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.answer({"data": [{"id": "m"}]})
 
         def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["content-length"]))
-            if self.path != "/tokenize":
+            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            if len(body["messages"]) > most_messages:
+                self.answer({"error": {"message": TOO_LONG}}, 400)
+            elif self.path != "/tokenize":
                 self.stream()
             elif room is None:
                 self.send_error(404)
             else:
                 self.answer({"count": 10, "max_model_len": 10 + room})
 
-        def answer(self, body: dict[str, Any]) -> None:
-            self.send_response(200)
+        def answer(self, body: dict[str, Any], status: int = 200) -> None:
+            self.send_response(status)
             self.end_headers()
             self.wfile.write(json.dumps(body).encode())
 
@@ -131,6 +139,24 @@ def test_an_answer_that_reached_the_limit_of_tokens_has_a_note(
 
     shown = capsys.readouterr()
     assert (shown.out, shown.err) == ("Well\n", note)
+
+
+@pytest.mark.parametrize(("most_messages", "hint"), [(1, True), (0, False)])
+def test_only_a_conversation_that_became_too_long_is_answered_with_clear(
+    most_messages: int,
+    hint: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    lines = iter(["hi", "go on", "/exit"])
+    monkeypatch.setattr("builtins.input", lambda _: next(lines))
+
+    with answering(iter([{"delta": {"content": "Well"}}]), None, most_messages) as url:
+        main([f"--base-url={url}"])
+
+    shown = capsys.readouterr().err
+    assert "Please shorten the prompt" in shown
+    assert shown.endswith("; /clear forgets the conversation\n") is hint
 
 
 @pytest.mark.parametrize(

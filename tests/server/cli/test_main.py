@@ -73,6 +73,15 @@ def test_version_is_printed(word: str, capsys: pytest.CaptureFixture[str]) -> No
         (["chat", "--port", "8001"], "running server use --base-url http://127.0.0.1:8001"),
         (["chat", "--host", "10.0.0.1"], "--host has no effect: this command starts its own"),
         (["chat", "--host", "10.0.0.1"], "running server use --base-url http://10.0.0.1:8000"),
+        (["run-batch", "-i", "x", "-o", "y", "--port=8001"], "--port has no effect"),
+        (["chat", "nope", "--base-url=x"], "nope is the model that this command would serve"),
+        (["chat", "--model=nope", "--url=x"], "--model-name selects a model of the running server"),
+        (
+            ["run-batch", "nope", "--base-url=x", "-i", "x", "-o", "y"],
+            "leave one of them out; each line of the input names a model of the running server",
+        ),
+        (["chat", "--base-url=x", "--dtype=float32"], "--dtype is a setting of the server that"),
+        (["chat", "--base-url=ftp://x"], "--base-url is 'ftp://x', it must look like"),
         (
             ["run-batch", "-i", "/dev/null", "-o", "/no/such/out"],
             "--output-file /no/such/out cannot be written: No such file or directory",

@@ -124,9 +124,7 @@ def test_an_unknown_fault_is_refused_with_the_flag_before_anything_runs() -> Non
         return load(words, environ={}, parser=server_parser("serve", "")).engine.emulator.faults
 
     assert emulator_faults("rotary:hang,uploads") == ("rotary:hang", "uploads")
-    with pytest.raises(
-        ConfigError, match=r"^--emulator-faults is 'rotari', .*the nearest are rotary"
-    ):
+    with pytest.raises(ConfigError, match=r"^--emulator-faults is 'rotari', .*the nearest: rotary"):
         emulator_faults("uploads,rotari")
     assert "rotary:hang" not in server_parser("serve", "").format_help()
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from config.errors import ConfigError
 from config.loading import env
 from config.loading.sources import from_keywords
 from engine.reports.doctor import this_machine
@@ -93,3 +94,19 @@ def test_selftest_on_runs_the_self_test_except_in_a_rank_of_torchrun(
     )
     with pytest.raises(AssertionError, match="the self-test runs"):
         with_fallbacks(keywords(tmp_path, selftest="on"))
+
+
+@pytest.mark.parametrize("keyword", ["port", "api_keys", "root_path"])
+def test_a_keyword_of_the_http_server_is_refused(keyword: str, tmp_path: Path) -> None:
+    value = {"port": 5}.get(keyword, "/x")
+
+    with pytest.raises(ConfigError, match=f"^{keyword} has no effect: LLM starts no HTTP server"):
+        with_fallbacks(keywords(tmp_path, **{keyword: value}))
+
+
+def test_a_variable_of_the_http_server_is_not_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GAUDISERVE_PORT", "5")
+
+    assert with_fallbacks(keywords(tmp_path)).server.port == 5

@@ -40,12 +40,22 @@ def test_an_unknown_parser_is_refused_with_the_nearest_parsers(flag: str) -> Non
         ParserConfig.of(ServerConfig(**{field: "seed_os"}), "")
 
     num_names = len(FLAGS[flag].all) + 2
-    allowed = rf"must be one of {num_names} names, the nearest are seed_oss, \w+, \w+; "
+    allowed = rf"must be one of {num_names} names, the nearest: seed_oss; "
     listing = f"`gaudiserve serve --help={flag}` lists all"
     assert f"--{flag} is 'seed_os'" in str(of_flag.value)
     for error in (str(of_flag.value), str(of_variable.value)):
         assert re.search(allowed, error) and listing in error
     assert str(of_keyword.value).endswith(f"it must be one of {known}")
+
+
+def test_only_names_like_an_unknown_parser_are_suggested() -> None:
+    with pytest.raises(ConfigError) as unlike:
+        loaded("--tool-call-parser", "foo")
+    with pytest.raises(ConfigError) as family:
+        loaded("--tool-call-parser", "qwen")
+
+    assert re.search(r"one of \d+ names; `gaudiserve", str(unlike.value))
+    assert re.search(r"the nearest: qwen\w+", str(family.value))
 
 
 @pytest.mark.parametrize("flag", FLAGS)

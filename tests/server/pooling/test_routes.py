@@ -275,7 +275,9 @@ async def test_a_generating_model_refuses_pooling(path: str) -> None:
 
     assert found["param"] == "model"
     assert "generates text" in found["message"]
-    assert found["message"].endswith("or serve this model with --runner pooling.")
+    assert found["message"].endswith(
+        "or serve this model with --runner pooling or --convert embed."
+    )
 
 
 async def test_many_inputs_are_sent_in_groups_and_answered_in_order() -> None:
