@@ -24,9 +24,10 @@ from config.errors import ConfigError
 from config.startup_checks import check_model_config
 
 for model in sys.argv[1:]:
-    check = functools.partial(check_model_config, EngineConfig(model))
+    engine = EngineConfig(model)
+    check = functools.partial(check_model_config, engine)
     try:
-        result = "folder: " + resolve(model, check=check)
+        result = "folder: " + resolve(engine, check=check)
     except ConfigError as error:
         result = str(error)
     print(json.dumps(result))
