@@ -73,8 +73,8 @@ class RequestRecord:
 
     def set_error(self, status: int, message: str, param: str | None = None) -> None:
         """Store the error message for the log line: truncated, and without request values that it
-        quotes. Names in a 404 and the server's own errors are kept."""
-        if 400 <= status < 500 and status != 404:
+        quotes. A 401 quotes none; names in a 404 and the server's own errors are kept."""
+        if 400 <= status < 500 and status not in (401, 404):
             message = _QUOTED.sub("<hidden>", message)
         cut = message[:MAX_ERROR_CHARACTERS]
         self.error = cut + "..." * (len(message) > len(cut))

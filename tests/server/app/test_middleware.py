@@ -185,6 +185,7 @@ async def test_log_lines_have_the_error_without_quoted_values_and_the_ignored_fi
     [
         (400, "This model's limit is 9, 'x\\'y' isn't", "This model's limit is 9, <hidden> isn't"),
         (400, "x is 'open", "x is <hidden>"),
+        (401, "send it as 'x-api-key: KEY'.", "send it as 'x-api-key: KEY'."),
         (404, "There is no 'a'", "There is no 'a'"),
         (503, "engine 'a' is gone", "engine 'a' is gone"),
         (400, "a" * 300, "a" * 200 + "..."),
