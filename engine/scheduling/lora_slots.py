@@ -18,7 +18,7 @@ from hpu.protocol import NO_SLOT, AdapterLoaded, DropAdapter, LoadAdapter, StepP
 ABSENT, LOADING, LOADED = range(3)
 
 MAX_PASSES = 32
-"""Maximum number of requests that overtake a request while it waits for a slot."""
+"""Maximum number of requests that overtake a request while it waits for a slot or host memory."""
 
 MAX_RETIRED = 64
 
@@ -42,8 +42,9 @@ class _Entry:
 
 class LoRASlots(RequestResource):
     """Assigns adapters to host memory and to `max_loras` device slots. A running request's adapter
-    keeps its slot; an adapter with unfinished requests keeps its host memory. Other served adapters
-    stay until their slot or memory is needed, and are evicted least recently used first.
+    keeps its slot and its host memory. An adapter with waiting requests only keeps its host memory
+    unless MAX_PASSES requests have overtaken a request that waits for host memory. Other served
+    adapters stay until their slot or memory is needed, and are evicted least recently used first.
 
     With LoRA off, no adapter can be registered.
     """
@@ -68,7 +69,9 @@ class LoRASlots(RequestResource):
         self._clock = 0
         self.version = 0
         """Incremented when a request that could not start may have become startable."""
-        self.num_loading = self._num_loaded = 0
+        self.num_loading = 0
+        self._loaded: dict[str, _Entry] = {}
+        """Adapters in host memory, by content hash."""
         self.num_bytes = 0
         """Total file size of the adapters in host memory, in bytes."""
         self.running: dict[str, int] = {}
@@ -79,7 +82,8 @@ class LoRASlots(RequestResource):
         """Waiting requests by adapter name, counted like `running`."""
         self.num_loads = self.num_failures = self.num_evictions = 0
         self._blocked: Request | None = None
-        """The request with the lowest priority key among requests that wait for a slot."""
+        """The request with the lowest priority key among requests that wait for a slot or host
+        memory."""
         self._num_passes = 0
 
     @property
@@ -180,16 +184,16 @@ class LoRASlots(RequestResource):
 
     def may_start(self, request: Request) -> bool:
         """Whether the request's adapter is in host memory and has, or can get, a slot. False if the
-        request would overtake a request that waits for a slot, and MAX_PASSES requests have done so
-        before."""
+        request would overtake a request that waits for a slot or host memory, and MAX_PASSES
+        requests have done so before."""
         if not request.adapter:
             return True
         entry = self._entries[request.adapter]
-        if entry.state != LOADED:
+        if entry.state == LOADING:
             return False
         if self._num_passes >= MAX_PASSES and self._is_pass(request):
             return False
-        if entry.slot != NO_SLOT or self._idle_slot() is not None:
+        if entry.state == LOADED and (entry.slot != NO_SLOT or self._idle_slot() is not None):
             return True
         blocked = self._blocked
         if blocked is None or order_key(request) < order_key(blocked):
@@ -226,6 +230,9 @@ class LoRASlots(RequestResource):
 
     def take_messages(self) -> list[ToWorker]:
         """Adapters that the workers must load or drop."""
+        if self._to_load:
+            self._make_space_for_blocked()
+            self._load_waiting()
         messages, self._messages = self._messages, []
         return messages
 
@@ -252,7 +259,7 @@ class LoRASlots(RequestResource):
         else:
             self.num_loads += 1
             entry.state = LOADED
-            self._num_loaded += 1
+            self._loaded[message.content] = entry
             self.num_bytes += entry.info.num_bytes
         self._end_use(entry)
         # All requests of the adapter may have ended during the load, so its memory may be reusable.
@@ -268,7 +275,8 @@ class LoRASlots(RequestResource):
         self._messages, self._assigned = [], []
         self._to_load.clear()
         self._idle.clear()
-        self._num_loaded = self.num_bytes = 0
+        self._loaded.clear()
+        self.num_bytes = 0
         self._unblock()
 
     @property
@@ -301,8 +309,12 @@ class LoRASlots(RequestResource):
             )
             is_idle = entry.state == LOADED and not entry.num_requests
             assert is_idle == (content in self._idle), f"{entry.info.name} is idle: {is_idle}"
+            assert entry.state == LOADED or not entry.num_running, (
+                f"{entry.info.name} runs and is not in host memory"
+            )
         loaded = [entry for entry in self._entries.values() if entry.state == LOADED]
-        assert self._num_loaded == len(loaded), f"{self._num_loaded}, not {len(loaded)} are loaded"
+        num_loaded = len(self._loaded)
+        assert num_loaded == len(loaded), f"{num_loaded}, not {len(loaded)} are loaded"
         assert sum(self.running.values()) == sum(entry.num_running for entry in used)
 
     def _count(self, entry: _Entry, *, requests: int = 0, running: int = 0) -> None:
@@ -329,18 +341,35 @@ class LoRASlots(RequestResource):
 
     def _make_space(self) -> bool:
         """Evict an idle adapter if host memory is full. Returns whether there is space now."""
-        is_full = self.num_loading + self._num_loaded >= self._max_host
-        if is_full and self._idle:
+        if self._is_full and self._idle:
             self._evict(next(iter(self._idle.values())))
-            return True
-        return not is_full
+        return not self._is_full
+
+    def _make_space_for_blocked(self) -> None:
+        """If MAX_PASSES requests have overtaken a request that waits for host memory, load its
+        adapter next, and if necessary evict an adapter that no running request uses. Must not run
+        during a schedule, which may be about to start a request of the evicted adapter."""
+        blocked = self._blocked
+        if blocked is None or self._num_passes < MAX_PASSES or blocked.adapter not in self._to_load:
+            return
+        self._to_load.move_to_end(blocked.adapter, last=False)
+        if self._is_full and not self._idle:
+            unused = [entry for entry in self._loaded.values() if not entry.num_running]
+            if unused:
+                self._evict(min(unused, key=lambda entry: entry.last_used))
+
+    @property
+    def _is_full(self) -> bool:
+        return self.num_loading + len(self._loaded) >= self._max_host
 
     def _evict(self, entry: _Entry) -> None:
         """Evict an adapter from host memory, and from its slot: without host memory, it could not
-        be copied to a slot again."""
+        be copied to a slot again. An adapter with waiting requests then waits for host memory."""
         self.num_evictions += 1
-        del self._idle[entry.info.content]
-        self._num_loaded -= 1
+        del self._loaded[entry.info.content]
+        self._idle.pop(entry.info.content, None)
+        if entry.num_requests:
+            self._to_load[entry.info.content] = entry
         self.num_bytes -= entry.info.num_bytes
         entry.state = ABSENT
         self._messages.append(DropAdapter(entry.info.content))
@@ -381,7 +410,7 @@ class LoRASlots(RequestResource):
 
     def _is_pass(self, request: Request) -> bool:
         """Whether the request would overtake a request that precedes it in the queue and waits for
-        a slot."""
+        a slot or host memory."""
         blocked = self._blocked
         return blocked is not None and order_key(request) > order_key(blocked)
 

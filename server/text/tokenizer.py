@@ -25,6 +25,7 @@ from server.text.long_texts import (
     without_lone_surrogates,
 )
 from server.text.pooling_inputs import (
+    TEXT_CHARACTERS,
     InputTokens,
     Text,
     TextInputOptions,
@@ -174,21 +175,22 @@ class Tokenizer:
     async def encode_inputs(
         self, texts: Sequence[Text], rule: TextInputOptions
     ) -> list[InputTokens]:
-        """Tokens of many texts or pairs, encoded in batches so that other requests can run in
-        between. Raises TooManyTokens, TooManyCharacters, Overloaded and UserError."""
+        """Tokens of many texts or pairs. Unless their total size is small, they are encoded on a
+        thread, in batches so that other requests can run in between. Raises TooManyTokens,
+        TooManyCharacters, Overloaded and UserError."""
+        size = sum(length_of(text, rule.prefix) + TEXT_CHARACTERS for text in texts)
         if not rule.cuts:
-            if sum(map(length_of, texts)) <= INLINE_COUNTED_CHARACTERS:
+            if size <= INLINE_COUNTED_CHARACTERS:
                 self._check_inputs(texts, rule)
             else:
                 await asyncio.to_thread(self._check_inputs, texts, rule)
+        if size <= self.inline_characters:
+            return self._inputs_now(texts, rule)
         result: list[InputTokens] = []
-        for batch in batches(texts, SHORT_CHARACTERS):
-            size = sum(map(length_of, batch))
+        for batch in batches(texts, SHORT_CHARACTERS, rule.prefix):
+            size = sum(length_of(text, rule.prefix) for text in batch)
             try:
-                if size <= self.inline_characters:
-                    result += self._inputs_now(batch, rule)
-                else:
-                    result += await self._on_thread(size, partial(self._inputs_now, batch, rule))
+                result += await self._on_thread(size, partial(self._inputs_now, batch, rule))
             except TooManyTokens as error:
                 error.index += len(result)
                 raise
@@ -236,7 +238,7 @@ class Tokenizer:
     def _check_inputs(self, texts: Sequence[Text], rule: TextInputOptions) -> None:
         """`_check_length` for all inputs that are not truncated."""
         for index, text in enumerate(texts):
-            first, second = (text, "") if isinstance(text, str) else text
+            first, second = (rule.prefix + text, "") if isinstance(text, str) else text
             for segment, limit in (
                 (first, rule.max_first_tokens),
                 (second, rule.max_second_tokens),
@@ -257,8 +259,8 @@ class Tokenizer:
     def _inputs_now(self, texts: Sequence[Text], rule: TextInputOptions) -> list[InputTokens]:
         if not rule.cuts and rule.max_first_tokens is None and rule.max_second_tokens is None:
             for index, text in enumerate(texts):
-                if length_of(text) > initial_characters(rule.most):
-                    whole = text if isinstance(text, str) else "".join(text)
+                if length_of(text, rule.prefix) > initial_characters(rule.most):
+                    whole = rule.prefix + text if isinstance(text, str) else "".join(text)
                     self._check_density(whole, rule.most, index)
         with panics_as_errors():
             return encode_inputs(self._encoder, texts, rule)

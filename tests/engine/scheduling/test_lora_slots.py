@@ -14,6 +14,7 @@ from config.params.pooling import PoolingFacts, PoolingParams
 from config.params.sampling import SamplingParams
 from engine.kv_cache.manager import KVCacheManager
 from engine.request import ModelLimits, Request
+from engine.scheduling import lora_slots
 from engine.scheduling.fair_queue import make_waiting_queue
 from engine.scheduling.launch_packer import LaunchPacker
 from engine.scheduling.lora_slots import (
@@ -194,6 +195,91 @@ def test_an_old_request_is_not_overtaken_indefinitely() -> None:
     assert num_passed == MAX_PASSES
 
 
+@pytest.mark.parametrize(("max_loras", "max_cpu_loras"), [(1, 1), (2, 2), (2, 3)])
+def test_busy_adapters_do_not_starve_an_adapter_that_is_not_in_host_memory(
+    max_loras: int, max_cpu_loras: int
+) -> None:
+    slots = make(max_loras, max_cpu_loras=max_cpu_loras)
+    queue = AdapterQueue(slots)
+    running: list[Request] = []
+
+    def add(key: int, name: str) -> Request:
+        asked = request(key, name)
+        slots.add_request(asked)
+        queue.add(asked)
+        return asked
+
+    def start_and_load() -> int:
+        """Start the requests that may start, at most one for each adapter in host memory."""
+        num_before = len(running)
+        while len(running) < max_cpu_loras and (found := queue.peek()) is not None:
+            queue.remove(found)
+            slots.start(found)
+            running.append(found)
+        load_all(slots)
+        slots.check(set())
+        return len(running) - num_before
+
+    busy = "abc"[:max_cpu_loras]
+    for key, name in enumerate(busy * 2):
+        add(key, name)
+    start_and_load()
+    victim = add(10, "d")
+    num_passes = 0
+    for key in range(11, 1000):
+        num_started = start_and_load()
+        if victim in running:
+            break
+        num_passes += num_started
+        if running:
+            ended = running.pop(0)
+            slots.release(ended)
+            slots.finish_request(ended)
+        # At all times, a request of each busy adapter waits.
+        add(key, busy[key % max_cpu_loras])
+
+    assert victim in running
+    # The requests before the victim, and 32 passes each for the victim and the adapter that waits
+    # for a slot.
+    assert num_passes <= len(busy) * 2 + MAX_PASSES * (1 + max_cpu_loras - max_loras)
+
+
+def test_an_adapter_evicted_for_an_overtaken_request_is_loaded_again_for_its_requests() -> None:
+    slots = make(max_loras=1, max_cpu_loras=1)
+    queue = AdapterQueue(slots)
+    running, old = request(0, "a"), request(1, "b")
+    later = [request(key, "a") for key in range(2, 4 + MAX_PASSES)]
+    for asked in (running, old, *later):
+        slots.add_request(asked)
+        queue.add(asked)
+    load_all(slots)
+    started = []
+    while (found := queue.peek()) is not None:
+        queue.remove(found)
+        slots.start(found)
+        started.append(found)
+
+    early = orders(slots)
+    for asked in started:
+        slots.release(asked)
+        slots.finish_request(asked)
+    assert queue.peek() is None
+    late = orders(slots)
+    slots.check(set())
+    slots.on_loaded(AdapterLoaded("hash-b"))
+    assert queue.peek() is old
+    queue.remove(old)
+    slots.start(old)
+    slots.release(old)
+    slots.finish_request(old)
+
+    assert started == [running, *later[:MAX_PASSES]]
+    assert early == []
+    assert late == [(DropAdapter, "hash-a"), (LoadAdapter, "hash-b")]
+    assert load_all(slots) == ["hash-a"]
+    assert queue.peek() is later[MAX_PASSES]
+
+
 def test_an_unloaded_adapter_stays_until_its_last_request_ends() -> None:
     slots = make(names="a")
     asked = request(1, "a")
@@ -311,9 +397,10 @@ def test_a_failed_load_is_tried_again_by_the_next_request() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_all_random_requests_finish(seed: int) -> None:
+def test_all_random_requests_finish(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Random requests with aborts, failing loads, and names that are added and removed."""
     rng = random.Random(seed)
+    monkeypatch.setattr(lora_slots, "MAX_PASSES", rng.choice([1, 4, MAX_PASSES]))
     max_loras = rng.randint(1, 3)
     slots = make(max_loras, max_cpu_loras=rng.randint(max_loras, 4))
     queue = AdapterQueue(slots)
@@ -383,8 +470,9 @@ def test_all_random_requests_finish(seed: int) -> None:
 
 @pytest.mark.parametrize("fair_share", [False, True])
 @pytest.mark.parametrize("is_pooling", [False, True])
-def test_few_requests_overtake_an_older_request_that_waits_for_a_slot(
-    fair_share: bool, is_pooling: bool
+@pytest.mark.parametrize("max_cpu_loras", [1, 2])
+def test_few_requests_overtake_an_older_request_that_waits_for_host_memory_or_a_slot(
+    fair_share: bool, is_pooling: bool, max_cpu_loras: int
 ) -> None:
     config = SchedulerConfig(
         max_num_seqs=4, max_num_batched_tokens=64, fair_share=fair_share, max_inflight_steps=1
@@ -392,7 +480,7 @@ def test_few_requests_overtake_an_older_request_that_waits_for_a_slot(
     table = BucketTable([], [], BucketLimits(4, 64, 4, 64, 4, 64, False), exact=True)
     stats = StepStats()
     packer = LaunchPacker(table, max_prefill_batch=4, max_tokens=64, stats=stats)
-    slots = make(1, "ab", max_cpu_loras=2)
+    slots = make(1, "ab", max_cpu_loras=max_cpu_loras)
     waiting = make_waiting_queue(config, slots)
     scheduler: Scheduler | PoolingScheduler
     if is_pooling:

@@ -1,6 +1,7 @@
 """Texts, pairs and token ids as inputs of a pooling model."""
 
 import asyncio
+import threading
 import time
 from typing import Any
 
@@ -14,8 +15,15 @@ from config.errors import PromptTooLong, UserError
 from config.params.pooling import PoolingFacts, PoolingParams
 from server.pooling.inputs import InputOptions, InputProcessor
 from server.pooling.pipeline import PoolingInput
-from server.text.pooling_inputs import Text, TextInputOptions, batches, encode_inputs
-from server.text.tokenizer import Tokenizer
+from server.text.long_texts import max_characters
+from server.text.pooling_inputs import (
+    InputTokens,
+    Text,
+    TextInputOptions,
+    batches,
+    encode_inputs,
+)
+from server.text.tokenizer import Tokenizer, TooManyCharacters
 from server.text.tokenizer_files import TextFiles
 
 EMBED = PoolingParams(task="embed")
@@ -85,9 +93,54 @@ def test_a_pair_of_long_texts_is_cut_in_linear_time(keep_end: bool) -> None:
 def test_batches_are_limited_in_characters_and_keep_the_order() -> None:
     texts: list[Text] = ["aa", ("a", "b"), "a" * 9, "b", "c"]
 
-    made = [list(batch) for batch in batches(texts, 4)]
+    made = [list(batch) for batch in batches(texts, 4, "")]
 
     assert made == [["aa", ("a", "b")], ["a" * 9], ["b", "c"]]
+
+
+def test_the_prefix_of_each_text_counts_in_batches() -> None:
+    texts: list[Text] = ["a", "b", ("c", "d"), "e", "f"]
+
+    made = [list(batch) for batch in batches(texts, 8, "pre")]
+
+    assert made == [["a", "b"], [("c", "d"), "e"], ["f"]]
+
+
+@pytest.mark.parametrize(
+    ("texts", "prefix", "is_inline"),
+    [
+        (["a"] * 30, "", True),
+        (["a"] * 2_048, "", False),
+        ([("a", "b")] * 2_048, "", False),
+        (["a"] * 20, "hello " * 10, False),
+    ],
+)
+@pytest.mark.parametrize("cuts", [False, True])
+def test_the_event_loop_tokenizes_only_inputs_that_are_few_and_short_with_their_prefix(
+    texts: list[Text], prefix: str, is_inline: bool, cuts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[threading.Thread] = []
+
+    def record(*arguments: Any) -> list[InputTokens]:
+        threads.append(threading.current_thread())
+        return encode_inputs(*arguments)
+
+    monkeypatch.setattr("server.text.tokenizer.encode_inputs", record)
+    tokenizer = Tokenizer(TextFiles(encoder(), {}, None))
+    rule = TextInputOptions(100, prefix=prefix, cuts=cuts)
+
+    made = asyncio.run(tokenizer.encode_inputs(texts, rule))
+
+    assert made == encode_inputs(encoder(), texts, rule)
+    assert {thread is threading.main_thread() for thread in threads} == {is_inline}
+
+
+def test_the_prefix_counts_when_the_length_of_a_text_is_checked() -> None:
+    tokenizer = Tokenizer(TextFiles(encoder(), {}, None))
+    rule = TextInputOptions(8, prefix="a" * max_characters(8))
+
+    with pytest.raises(TooManyCharacters):
+        asyncio.run(tokenizer.encode_inputs(["b"], rule))
 
 
 def test_the_error_has_the_index_of_a_long_input_over_all_batches() -> None:
