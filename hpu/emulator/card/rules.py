@@ -53,7 +53,8 @@ EMPTY = _names("empty empty_strided empty_like new_empty new_empty_strided")
 """Ops that allocate without writing."""
 
 UNDECOMPOSED = ("aten::one_hot", "aten::scaled_dot_product_attention", "aten::instance_norm")
-"""Composite ops that the device runs undecomposed."""
+"""Composite ops that the emulator runs undecomposed. On the card, torch composes
+scaled_dot_product_attention of plain ops, whose products `check_product` checks."""
 
 SUPPORTED_DTYPES = frozenset(
     (
@@ -230,10 +231,16 @@ def check_product(name: str, args: tuple[object, ...]) -> None:
     """Raise RuntimeError for an op in PRODUCTS with a float32 operand, which the compiler refuses
     for Gaudi 2B, 2C and 2D. Only operands count, not the result (validateNodeForGraph in
     mme_node.cpp and osal_linux.cpp of HabanaAI/Intel_Gaudi3_Software), and not the scales and
-    router weights of experts, which the matrix unit does not multiply."""
+    router weights of experts, which the matrix unit does not multiply. Torch converts 16-bit
+    operands of attention to float32 unless its switch allows 16-bit products
+    (_scaled_dot_product_attention_math in torch's attention.cpp)."""
     given_to_unit = args[:1] if name == "hpu::mixture_of_experts" else args
+    refused = [torch.float32]
+    if name == "aten::scaled_dot_product_attention":
+        allowed = torch._C._get_math_sdp_allow_fp16_bf16_reduction()
+        refused += [] if allowed else [torch.bfloat16, torch.float16]
     tensors = [given for given in given_to_unit if isinstance(given, Tensor)]
-    if name in PRODUCTS and any(given.dtype == torch.float32 for given in tensors):
+    if name in PRODUCTS and any(given.dtype in refused for given in tensors):
         raise RuntimeError(
             f"Graph compile failed. {name}: Device Limitation - float32 operation is not supported"
         )

@@ -2,7 +2,7 @@
 parts, and layers that need them."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,12 @@ from emulated import SPLIT_PRODUCTS, WRITES_FLOAT32, change_cards, emulated
 from tiny_encoders import Reader, make_pooling
 from tiny_models import make_tiny
 from torch import Tensor
+from torch.nn import functional
 from two_prompts import SLICE, greedy, working
 from worker_rig import BLOCK_SIZE
 
-from config.execution import EMULATED_RELEASE, ExecutionConfig
+from config.execution import EMULATED_RELEASE, HPU_GRAPHS, ExecutionConfig, ModeChoice
+from hpu.backends.gaudi import GaudiBackend
 from hpu.emulator.card import rules
 from hpu.ops.products import Matmul, matmul_by_element, matmul_in_parts
 from hpu.ops.ssm import (
@@ -180,3 +182,41 @@ def test_scales_of_fp8_experts_are_no_operands_of_a_product() -> None:
     rules.check_product(name, (narrow, wide.int(), wide.bfloat16(), wide))
     with pytest.raises(RuntimeError, match="float32 operation is not supported"):
         rules.check_product(name, (wide, wide.int(), wide.bfloat16()))
+
+
+@pytest.fixture
+def widens_attention() -> Iterator[None]:
+    """Torch's default: products of attention in float32."""
+    before = torch._C._get_math_sdp_allow_fp16_bf16_reduction()
+    torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(False)
+    yield
+    torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(before)
+
+
+@pytest.mark.usefixtures("widens_attention")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_attention_of_torch_multiplies_float32_unless_16_bit_products_are_allowed(
+    dtype: torch.dtype,
+) -> None:
+    operands = (_random(1, 2, 5, 8).to(dtype),) * 3
+    with torch.inference_mode(), emulated(multiplies_float32=False):
+        on_card = tuple(operand.to("hpu") for operand in operands)
+        with pytest.raises(RuntimeError, match="float32 operation is not supported"):
+            functional.scaled_dot_product_attention(*on_card)
+        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
+        found = functional.scaled_dot_product_attention(*on_card).cpu()
+
+    expected = functional.scaled_dot_product_attention(*operands)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.usefixtures("widens_attention")
+def test_a_card_worker_allows_attention_of_torch_in_16_bits() -> None:
+    with torch.inference_mode(), emulated(multiplies_float32=False):
+        backend = GaudiBackend(ExecutionConfig(), ModeChoice(HPU_GRAPHS, ""))
+        operand = _random(1, 2, 5, 8).bfloat16().to("hpu")
+
+        assert functional.scaled_dot_product_attention(*[operand] * 3).shape == operand.shape
+        backend.close()
+
+    assert not torch._C._get_math_sdp_allow_fp16_bf16_reduction()
