@@ -264,7 +264,7 @@ class GaudiBackend(Backend):
         # and which Gaudi 2B, 2C and 2D do not multiply (_scaled_dot_product_attention_math in
         # torch's attention.cpp; huggingface/optimum-habana sets this for --sdp_on_bf16).
         self._had_narrow_attention = torch._C._get_math_sdp_allow_fp16_bf16_reduction()
-        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
+        torch._C._set_math_sdp_allow_fp16_bf16_reduction(True)
         self.recipe = _Recipe(self.mark_step)
         self.captures = self._mode == HPU_GRAPHS
         self._chooses_copies = execution.host_copies == "auto"
@@ -795,7 +795,7 @@ class GaudiBackend(Backend):
         self._free_graphs()
         self._group.leave()
         torch._dynamo.config.disable = self._was_disabled
-        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(self._had_narrow_attention)
+        torch._C._set_math_sdp_allow_fp16_bf16_reduction(self._had_narrow_attention)
         self._hooks.on_close()
 
     def _explained(self, error: Exception) -> str:
