@@ -250,7 +250,7 @@ def test_ctrl_c_aborts_all_requests(llm: LLM) -> None:
 
 
 def test_a_wrong_keyword_names_the_nearest(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="max-num-seqs"):
+    with pytest.raises(ConfigError, match="max_num_seqs"):
         LLM(str(folder), max_num_seq=4)
 
 
